@@ -42,6 +42,8 @@ _OTHER_FILES: Final = 64
 _BACKLOG: Final = 1024
 _PAUSE_S: Final = 0.01
 """Seconds to wait where the machine may open no more files, and nothing can be closed."""
+_LOOK_S: Final = 5.0
+"""Seconds after which a server looks whether its socket still has its name."""
 _SUM_S: Final = 1.0
 """Seconds for which a sum of all segments is taken: what is reserved meanwhile is added to it."""
 _MOST_REQUEST: Final = 1024
@@ -120,6 +122,8 @@ class SegmentServer:
                 self._woken, self._waker = (undo.enter_context(each) for each in socket.socketpair())
                 self._listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 undo.callback(_remove, f"{directory}/{NEW_SOCKET}")
+                self._folder = os.open(directory, os.O_PATH | os.O_CLOEXEC)
+                undo.callback(os.close, self._folder)
                 self._listen()
             except OSError as error:
                 text = f"cannot make socket {directory}/{SOCKET}: {os.strerror(error.errno or errno.EIO)}"
@@ -132,6 +136,7 @@ class SegmentServer:
         _remove(path)
         self._listener.bind(path)
         os.chmod(path, 0o600)
+        self._own = os.lstat(path)
         self._listener.listen(_BACKLOG)
         for each in (self._listener, self._woken, self._waker):
             each.setblocking(False)
@@ -147,14 +152,29 @@ class SegmentServer:
     # --- running
 
     def run(self) -> None:
-        """Serve until `stop` is called."""
+        """Serve until `stop` is called. Raises `ResourceError` if its socket was removed or replaced: nobody can reach
+        it, and another server may run there."""
         log.info("%r is ready, with at most %s", self, format_bytes(self.limit))
+        looked = time.monotonic()
         while not self._stopping:
-            for fd, _ in self._poll.poll():
+            if time.monotonic() - looked >= _LOOK_S:
+                looked = time.monotonic()
+                if not self._has_name():
+                    text = f"{self.directory}/{SOCKET} was removed or replaced, and so this server ends: start it again"
+                    raise ResourceError(errno.ESTALE, f"{text} if no other runs there")
+            for fd, _ in self._poll.poll(_LOOK_S):
                 if fd == self._listener.fileno():
                     self._accept()
                 elif fd in self._clients:
                     self._serve(self._clients[fd])
+
+    def _has_name(self) -> bool:
+        """Whether its socket still has its name in this very directory, which may be called otherwise by now."""
+        try:
+            info = os.lstat(SOCKET, dir_fd=self._folder)
+        except OSError as error:
+            return error.errno != errno.ENOENT
+        return os.path.samestat(info, self._own)
 
     def stop(self) -> None:
         """End `run`. May be called from a signal handler or another thread."""
@@ -170,7 +190,7 @@ class SegmentServer:
         if self._locks.fd < 0:
             return 0
         left = len(self._names) if is_locked(self._locks.fd, 1, ID_END) else 0
-        if not left:
+        if not left and self._has_name():
             with contextlib.suppress(OSError):
                 os.unlink(f"{self.directory}/{SOCKET}")
         self._poll.close()
@@ -178,6 +198,7 @@ class SegmentServer:
             each.close()
         for named in self._names.values():
             named.file.close()
+        os.close(self._folder)
         self._clients.clear()
         self._names.clear()
         self._locks.close()

@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -426,6 +427,53 @@ def test_one_server_is_enough(server, directory):
     with pytest.raises(shmtensor.ResourceError, match=f"another segment server runs in {re.escape(directory)}"):
         SegmentServer(directory)
     assert is_serving(directory)
+
+
+@pytest.mark.parametrize("anew", [True, False], ids=["made anew", "without its socket"])
+def test_a_server_that_nobody_can_reach_ends(directory, monkeypatch, anew):
+    """Else there are two, each with half of the segments."""
+    monkeypatch.setattr("shmtensor.memory.segment_server._LOOK_S", 0.01, raising=False)
+    ended = []
+
+    def run(server):
+        with server, pytest.raises(shmtensor.ResourceError, match="was removed or replaced") as found:
+            server.run()
+        ended.append(found.value.errno)
+
+    thread = threading.Thread(target=run, args=(SegmentServer(directory),))
+    thread.start()
+    with segment.create("/shmtensor.c", 4096, "free some"):
+        if anew:
+            shutil.rmtree(directory)
+            os.mkdir(directory, 0o700)
+        else:
+            os.unlink(f"{directory}/segments")
+            thread.join(PATIENCE)  # the next one would be refused before: they have one lock file
+        with running(directory) as server:
+            thread.join(PATIENCE)
+            assert ended == [errno.ESTALE]
+            assert os.path.exists(f"{directory}/segments")  # that of the next one
+            wait_until(lambda: "shmtensor.c" in server._names)
+            segment.unlink("/shmtensor.c")
+
+
+def test_a_server_whose_directory_is_called_otherwise_goes_on(directory, monkeypatch):
+    """Containers that have it mounted reach it all the same."""
+    looks, real = [], SegmentServer._has_name
+
+    def has_name(self):
+        looks.append(real(self))
+        return looks[-1]
+
+    monkeypatch.setattr(SegmentServer, "_has_name", has_name)
+    monkeypatch.setattr("shmtensor.memory.segment_server._LOOK_S", 0.01)
+    with running(directory):
+        os.rename(directory, f"{directory}-otherwise")
+        looks.clear()
+        wait_until(lambda: len(looks) > 1)
+        os.rename(f"{directory}-otherwise", directory)
+        assert is_serving(directory)
+    assert all(looks)
 
 
 def test_the_higher_serial_number_wins(directory, caplog):
