@@ -482,7 +482,7 @@ class Served:
             try:
                 self._open_end(connection)
                 connection.connect(self._socket)
-                is_connected, is_told = True, False
+                is_connected = True
                 # what the server before this one has answered is held first
                 answered = set(self._attempts)
                 while answered & self._attempts:
@@ -491,7 +491,7 @@ class Served:
                 with contextlib.suppress(OSError):
                     self._open_end(ends[1])
                 self._report(connection, number)
-                tries = 0
+                tries, is_told = 0, False
                 while not _has_ended(connection):
                     if self._is_over(follower):
                         return
