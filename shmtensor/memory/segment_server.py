@@ -126,8 +126,7 @@ class SegmentServer:
                 undo.callback(os.close, self._folder)
                 self._listen()
             except OSError as error:
-                text = f"cannot make socket {directory}/{SOCKET}: {os.strerror(error.errno or errno.EIO)}"
-                raise ResourceError(error.errno, text) from None
+                raise shortage.explain_file(error, f"{directory}/{SOCKET}", "cannot make socket") from None
             undo.pop_all()
 
     def _listen(self) -> None:

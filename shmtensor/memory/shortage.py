@@ -35,7 +35,7 @@ def explain(error: OSError, what: str) -> ResourceError:
     return ResourceError(code, f"{text}: {remedy}" if remedy else text)
 
 
-def explain_file(error: OSError, path: str) -> ResourceError:
+def explain_file(error: OSError, path: str, what: str = "cannot open") -> ResourceError:
     """The `ResourceError` for a file, not in `/dev/shm`, that cannot be opened or made."""
     directory = os.path.dirname(path)
     remedies = {
@@ -45,8 +45,8 @@ def explain_file(error: OSError, path: str) -> ResourceError:
     }
     remedy = remedies.get(error.errno or 0)
     if remedy is None:
-        return explain(error, f"cannot open {path}")
-    return ResourceError(error.errno, f"cannot open {path}: {os.strerror(error.errno or 0)}: {remedy}")
+        return explain(error, f"{what} {path}")
+    return ResourceError(error.errno, f"{what} {path}: {os.strerror(error.errno or 0)}: {remedy}")
 
 
 def _room() -> str:
