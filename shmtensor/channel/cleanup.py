@@ -224,6 +224,8 @@ class Leftover(NamedTuple):
     nbytes: int
     file: str = ""
     """The name of a segment or semaphore; empty: it is in the socket directory."""
+    is_put_off: bool = False
+    """A segment server could not remove it now."""
 
     @property
     def is_left(self) -> bool:
@@ -406,14 +408,18 @@ def _owner_of(leftover: Leftover) -> int | None:
 
 
 def _remove(leftovers: list[Leftover], *, dry_run: bool) -> list[Leftover]:
-    if not dry_run:
-        for leftover in leftovers:
-            if leftover.file:
-                shm.unlink("/" + leftover.file)
-                continue
+    if dry_run:
+        return leftovers
+    tried = []
+    for leftover in leftovers:
+        is_done = True
+        if leftover.file:
+            is_done = shm.unlink("/" + leftover.file)
+        else:
             with contextlib.suppress(OSError):
                 os.unlink(leftover.path)
-    return leftovers
+        tried.append(leftover._replace(is_put_off=not is_done))
+    return tried
 
 
 def sweep_all(

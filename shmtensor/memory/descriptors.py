@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable
 from io import FileIO
 from itertools import starmap
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from . import lifecycle
@@ -62,9 +63,8 @@ class OpenFile:
         self.fd = -1
         self._file.close()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            self.close()
+    # called by the interpreter in C, so that it loses no exception of a signal handler in a finalizer
+    __del__ = property(attrgetter("_file.close"))
 
 
 def open_file(path: str, flags: int, mode: int = 0o644) -> OpenFile:
@@ -107,6 +107,10 @@ class InheritedFile(OpenFile):
         """As for `OpenFile`; forked children keep theirs."""
         self._all.discard(self.fd)
         super().close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self.close()
 
 
 class Descriptor(OpenFile):

@@ -20,6 +20,7 @@ import select
 import socket
 import stat
 import struct
+import termios
 import time
 from typing import Final
 
@@ -41,6 +42,10 @@ _OTHER_FILES: Final = 64
 _BACKLOG: Final = 1024
 _PAUSE_S: Final = 0.01
 """Seconds to wait where the machine may open no more files, and nothing can be closed."""
+_LOOK_S: Final = 5.0
+"""Seconds after which a server looks whether its socket still has its name."""
+_SUM_S: Final = 1.0
+"""Seconds for which a sum of all segments is taken: what is reserved meanwhile is added to it."""
 _MOST_REQUEST: Final = 1024
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 _SEAL, _SHRINK, _GROW, _WRITE, _FUTURE_WRITE = 1, 2, 4, 8, 16
@@ -92,6 +97,7 @@ class SegmentServer:
         self._clients: dict[int, _Client] = {}
         self._order: list[str] = []
         self._serial = 0
+        self._summed, self._at_most = float("-inf"), 0  # when all segments were looked at, and what they take at most
         self._stopping = False
         self._lacks = ""  # why it was not given all that it awaits
         self._is_refusing = False  # connections: logged once
@@ -102,7 +108,7 @@ class SegmentServer:
         try:
             self._locks = LockFile(f"{directory}/{LOCKS}", os.O_CREAT)
         except OSError as error:
-            raise shortage.explain(error, f"cannot open {directory}/{LOCKS}") from None
+            raise shortage.explain_file(error, f"{directory}/{LOCKS}") from None
         with contextlib.ExitStack() as undo:
             undo.callback(self._locks.close)
             if not self._locks.try_exclusive(0):
@@ -116,10 +122,11 @@ class SegmentServer:
                 self._woken, self._waker = (undo.enter_context(each) for each in socket.socketpair())
                 self._listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 undo.callback(_remove, f"{directory}/{NEW_SOCKET}")
+                self._folder = os.open(directory, os.O_PATH | os.O_CLOEXEC)
+                undo.callback(os.close, self._folder)
                 self._listen()
             except OSError as error:
-                text = f"cannot make socket {directory}/{SOCKET}: {os.strerror(error.errno or errno.EIO)}"
-                raise ResourceError(error.errno, text) from None
+                raise shortage.explain_file(error, f"{directory}/{SOCKET}", "cannot make socket") from None
             undo.pop_all()
 
     def _listen(self) -> None:
@@ -128,6 +135,7 @@ class SegmentServer:
         _remove(path)
         self._listener.bind(path)
         os.chmod(path, 0o600)
+        self._own = os.lstat(path)
         self._listener.listen(_BACKLOG)
         for each in (self._listener, self._woken, self._waker):
             each.setblocking(False)
@@ -143,14 +151,29 @@ class SegmentServer:
     # --- running
 
     def run(self) -> None:
-        """Serve until `stop` is called."""
+        """Serve until `stop` is called. Raises `ResourceError` if its socket was removed or replaced: nobody can reach
+        it, and another server may run there."""
         log.info("%r is ready, with at most %s", self, format_bytes(self.limit))
+        looked = time.monotonic()
         while not self._stopping:
-            for fd, _ in self._poll.poll():
+            if time.monotonic() - looked >= _LOOK_S:
+                looked = time.monotonic()
+                if not self._has_name():
+                    text = f"{self.directory}/{SOCKET} was removed or replaced, and so this server ends: start it again"
+                    raise ResourceError(errno.ESTALE, f"{text} if no other runs there")
+            for fd, _ in self._poll.poll(_LOOK_S):
                 if fd == self._listener.fileno():
                     self._accept()
                 elif fd in self._clients:
                     self._serve(self._clients[fd])
+
+    def _has_name(self) -> bool:
+        """Whether its socket still has its name in this very directory, which may be called otherwise by now."""
+        try:
+            info = os.lstat(SOCKET, dir_fd=self._folder)
+        except OSError as error:
+            return error.errno != errno.ENOENT
+        return os.path.samestat(info, self._own)
 
     def stop(self) -> None:
         """End `run`. May be called from a signal handler or another thread."""
@@ -166,7 +189,7 @@ class SegmentServer:
         if self._locks.fd < 0:
             return 0
         left = len(self._names) if is_locked(self._locks.fd, 1, ID_END) else 0
-        if not left:
+        if not left and self._has_name():
             with contextlib.suppress(OSError):
                 os.unlink(f"{self.directory}/{SOCKET}")
         self._poll.close()
@@ -174,6 +197,7 @@ class SegmentServer:
             each.close()
         for named in self._names.values():
             named.file.close()
+        os.close(self._folder)
         self._clients.clear()
         self._names.clear()
         self._locks.close()
@@ -232,7 +256,7 @@ class SegmentServer:
         beside = OpenFile()
         try:
             data, beside = receive(client.socket, _MOST_REQUEST)
-            if not data:
+            if not data or _has_unread(client.socket):
                 self._drop(client)
                 return
             client.since = time.monotonic()
@@ -299,9 +323,9 @@ class SegmentServer:
             # crash: share.present
             return Reply(request.op), None
         if self._is_awaiting() and request.op != Op.SPACE:
-            return Reply(request.op, errno.EAGAIN, self._space(), self._lacks.encode()), None
+            return Reply(request.op, errno.EAGAIN, self._space(0), self._lacks.encode()), None
         if request.op == Op.SPACE:
-            return Reply(request.op, 0, self._space()), None
+            return Reply(request.op, 0, self._space(self._used())), None
         if request.op == Op.LIST:
             names = self._in_order()
             later = itertools.islice(names, bisect.bisect_right(names, request.name), None)
@@ -342,6 +366,7 @@ class SegmentServer:
         named = _sealed(beside, self._serial)
         # crash: share.sealed
         self._names[request.name] = named
+        self._at_most += _nbytes(named.file)
         # crash: share.named
         return Reply(request.op, 0, (*named.status, named.serial)), None
 
@@ -352,7 +377,8 @@ class SegmentServer:
                 return Reply(request.op)
             text = b"another segment has its name: what was open before goes on apart from it"
             return Reply(request.op, errno.ESTALE, text=text)
-        self._names[request.name] = _sealed(beside, request.value)
+        given = self._names[request.name] = _sealed(beside, request.value)
+        self._at_most += _nbytes(given.file)
         self._serial = max(self._serial, request.value)
         if named is not None:
             named.file.close()
@@ -361,8 +387,11 @@ class SegmentServer:
 
     def _reserve(self, client: _Client, named: _Named, nbytes: int) -> Reply:
         client.granted = None
-        if nbytes > self.limit - self._used():
-            return Reply(Op.RESERVE, errno.ENOSPC, self._space())
+        if nbytes > self.limit - self._at_most or time.monotonic() - self._summed > _SUM_S:
+            self._summed, self._at_most = time.monotonic(), self._used()
+        if nbytes > self.limit - self._at_most:
+            return Reply(Op.RESERVE, errno.ENOSPC, self._space(self._at_most))
+        self._at_most += nbytes
         client.granted = (named, nbytes, _nbytes(named.file))
         return Reply(Op.RESERVE)
 
@@ -382,9 +411,9 @@ class SegmentServer:
                     used += max(0, nbytes - (_nbytes(named.file) - before))
         return used
 
-    def _space(self) -> Space:
+    def _space(self, used: int) -> Space:
         pid = pid_of(next(iter(self._awaited))) if self._awaited else 0
-        return Space(self.limit, self._used(), len(self._names), self._most_names, len(self._awaited), pid)
+        return Space(self.limit, used, len(self._names), self._most_names, len(self._awaited), pid)
 
 
 _FULL: Final = (errno.EMFILE, errno.ENFILE)
@@ -401,6 +430,12 @@ def _answers(path: str) -> bool:
         except OSError:
             return False
         return True
+
+
+def _has_unread(connected: socket.socket) -> bool:
+    """Whether a reply on this connection was not read yet. Each may have a descriptor with it, and the kernel allows a
+    user only so many that are on their way (`RLIMIT_NOFILE`)."""
+    return any(fcntl.ioctl(connected, termios.TIOCOUTQ, bytes(4)))
 
 
 def _remove(path: str) -> None:

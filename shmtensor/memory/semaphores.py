@@ -118,25 +118,26 @@ class Sleeper:
         self._semaphore: Any
         if create:
             create_semaphore(name, 0)
-        place = placement.current()
-        if place is not placement.FILES:
-            self._semaphore = MappedSemaphore(find_semaphore(name))
-            self._handle = self._semaphore.address if create else None
-            return
+        in_files = placement.current() is placement.FILES
         try:
-            if not create:
-                _check(name)
-            self._semaphore = posix_ipc.Semaphore(name)
+            if in_files:
+                if not create:
+                    _check(name)
+                self._semaphore = posix_ipc.Semaphore(name)
+            else:
+                self._semaphore = MappedSemaphore(find_semaphore(name))
         except posix_ipc.ExistentialError as error:
             raise FileNotFoundError(errno.ENOENT, f"semaphore {name}: {error}") from None
         except (posix_ipc.PermissionsError, ValueError) as error:  # posix_ipc's errors for a name that is not a file's
             raise ResourceError(errno.EACCES, f"semaphore {name}: {error}") from None
-        except FileNotFoundError:
+        except (FileNotFoundError, ResourceError):
             raise
         except OSError as error:
             raise shortage.explain(error, f"cannot open semaphore {name}") from None
-        if create:
+        if create and in_files:
             self._handle = _libc.sem_open(os.fsencode(name), 0)  # the same semaphore: the C library counts its users
+        elif create:
+            self._handle = self._semaphore.address
 
     def close(self) -> None:
         """Close the semaphore in this process. Idempotent."""

@@ -9,6 +9,7 @@ thread waits for that. There is one as soon as something is held, and a lock tha
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import logging
@@ -23,9 +24,10 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..errors import ResourceError, WireError
+from ..shielded import OwnThread
 from ..wire import segment_packets as packets
 from ..wire.segment_packets import LOCKS, SOCKET, Op, Reply, Request, Space
 from . import lifecycle, shortage
@@ -40,6 +42,8 @@ PATIENCE: Final = 10.0
 _AT_ONCE: Final = 1.0
 """Seconds for which a server may take to answer what is asked at once; the same for `unlink` and `exists`, in all."""
 _PAUSES: Final = (0.002, 0.01, 0.05, 0.25)
+_IDLE_S: Final = 5.0
+"""Seconds after which a process that follows a server looks whether it still holds anything."""
 _SPACE_S: Final = 0.05
 """Seconds for which the room of a server is taken to be as it was."""
 _NOEXEC: Final = 8  # MFD_NOEXEC_SEAL
@@ -68,12 +72,20 @@ def pid_of(number: int) -> int:
 
 
 class Hold:
-    """A descriptor of a segment that this process has mapped, or is about to map. Owns it."""
+    """A descriptor of a segment that this process has mapped, or is about to map. Owns it. Without a name: it only
+    looks at it."""
 
     __slots__ = ("__weakref__", "file", "name", "serial")
 
     def __init__(self, file: OpenFile) -> None:
         self.file, self.name, self.serial = file, "", 0
+
+
+class _Proof(NamedTuple):
+    """That this process lives: the byte of its number is locked."""
+
+    locks: LockFile
+    number: int
 
 
 class Served:
@@ -93,23 +105,22 @@ class Served:
         self._hurried: dict[object, int] = {}  # calls of `at_once`, and their threads
         self._silent_until = 0.0  # what is asked at once is not asked before: the server did not answer
         self._is_reported = False  # that there is none, until one answers
-        self._locks: LockFile | None = None
-        self._number = 0  # of this process, as long as `_locks` proves that it lives
-        self._follower: threading.Thread | None = None
-        self._presence = threading.RLock()  # a signal handler may come in between
+        self._follower: _thread.LockType | None = None  # the thread's, locked as long as it runs
+        self._proof: _Proof | None = None  # only while there is a follower: every later server waits for its word
+        self._presence = threading.RLock()  # of both; a signal handler may come in between
         self._room: tuple[float, Space] | None = None
 
     def drop_in_child(self) -> None:
         """In a forked child: what it holds is its parent's to give back, and its thread is not here."""
-        holds, locks = self._held(), self._locks
+        holds, proof = self._held(), self._proof
         for connection in list(self._connections):
             connection.close()
         for hold in holds:
             hold.file.close()
         for name in self._wanting.values():  # another thread has just been passed it, and nobody has it yet
             empty_all_of(f"/memfd:{name}")
-        if locks is not None:
-            locks.close()
+        if proof is not None:
+            proof.locks.close()
         self._begin()
 
     def __str__(self) -> str:
@@ -136,12 +147,12 @@ class Served:
             how = packets.EXCLUSIVE
         made, wanting = OpenFile(), object()
         try:
+            self._wanting[wanting] = name
             if held:
-                self._wanting[wanting] = name
                 self._be_present()
             if how != packets.EXISTING:
                 _make_memory(made, name)
-            reply, found = self._ask(Request(Op.OPEN, name, how), made, hold=held)
+            reply, found = self._ask(Request(Op.OPEN, name, how), made, hold=name if held else "")
         finally:
             self._wanting.pop(wanting, None)
         if reply.error:
@@ -239,7 +250,7 @@ class Served:
         request: Request,
         file: OpenFile | None = None,
         *,
-        hold: bool = False,
+        hold: str | None = None,
         patience: float = PATIENCE,
         absent: bool = True,
         connection: socket.SocketType | None = None,
@@ -247,6 +258,7 @@ class Served:
         """Send a request, again and again while there is no server or it awaits others. The reply, and what came
         with it.
 
+        hold:       the name under which what comes is given to another server; empty: it is only closed in children
         patience:   seconds until `ResourceError` is raised; within `at_once`, there is one try, then `Unserved`
         absent:     whether to wait for a server where there is none
         connection: used for it, and left open; the caller's to close
@@ -258,7 +270,7 @@ class Served:
         used = unopened() if connection is None else connection
         try:
             while True:
-                reply, found = self._attempt(used, packet, file, deadline, hold=request.name if hold else "")
+                reply, found = self._attempt(used, packet, file, deadline, hold=hold)
                 if reply.error not in (_NONE, _LATER, errno.ETIMEDOUT):
                     break
                 self._close(used)
@@ -284,9 +296,9 @@ class Served:
         return (Unserved if hurried else ResourceError)(reply.error, text)
 
     def _attempt(
-        self, connection: socket.SocketType, packet: bytes, file: OpenFile | None, deadline: float, *, hold: str
+        self, connection: socket.SocketType, packet: bytes, file: OpenFile | None, deadline: float, *, hold: str | None
     ) -> tuple[Reply, Hold]:
-        """The reply, and what came with it, held if it has a name. If no server replies: what is the matter.
+        """The reply, and what came with it, held unless `hold` is None. If no server replies: what is the matter.
 
         An exception of a signal handler may come anywhere: what is undone is undone twice.
         """
@@ -295,7 +307,7 @@ class Served:
             try:
                 self._attempts.add(attempt)
                 reply, found = self._try(connection, packet, file, deadline)
-                if hold and not reply.error:
+                if hold is not None and not reply.error:
                     found.name, found.serial = hold, reply.serial
                     self._holds[weakref.ref(found, self._holds.pop)] = None
                     # crash: served.held
@@ -313,7 +325,7 @@ class Served:
                 self._attempts.discard(attempt)
         except BaseException:
             self._attempts.discard(attempt)
-            connection.close()
+            self._close(connection)
             raise
 
     def _try(
@@ -342,6 +354,9 @@ class Served:
         connection.__init__(socket.AF_UNIX, socket.SOCK_SEQPACKET | flags)  # type: ignore[misc]
 
     def _close(self, connection: socket.SocketType) -> None:
+        """Ended before it is closed: a child that another thread forks meanwhile has a copy, and no number of it."""
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
         connection.close()
         self._connections.discard(connection)
 
@@ -363,81 +378,144 @@ class Served:
         return [hold for reference in list(self._holds) if (hold := reference()) is not None]
 
     def _be_present(self) -> None:
-        """Prove that this process lives, and follow the server, from now on. Called while `_wanting` has something.
+        """Follow the server, and prove that this process lives, from now on. Called while `_wanting` has something.
 
-        Raises `ResourceError` if no thread can be started: then it proves nothing, since no server would hear of it.
+        In this order, so that no byte is locked without a thread, wherever an exception comes. Raises `ResourceError`
+        if either cannot be: then it proves nothing.
         """
         with self._presence:
-            locks = self._locks
-            if locks is None or not locks.is_at(self._lock_path):
-                locks = LockFile(self._lock_path, os.O_CREAT)
-                self._number = new_id()
-                locks.try_exclusive(1 + self._number)
-                self._locks = locks
-            if self._follower is None:
-                follower = threading.Thread(target=self._follow, name="shmtensor-segments", daemon=True)
-                try:
-                    follower.start()
-                except RuntimeError as error:
-                    if sys.is_finalizing() or "shutdown" in str(error):  # Python 3.12 says so before it is finalizing
-                        return  # the process ends, and with it what it holds
-                    self._locks = None
-                    locks.close()
-                    raise ResourceError(
-                        errno.EAGAIN,
-                        f"{self} needs a thread in each process that has segments: {error}: this process, or its "
-                        "container, may have no more of them: raise ulimit -u, or pids.max (containers: --pids-limit)",
-                    ) from None
-                self._follower = follower
+            follower = self._follower
+            if follower is None or not follower.locked():
+                self._drop_proof()
+                if not self._start_follower(follower):
+                    return
+            self._prove()
 
-    def _is_over(self) -> bool:
-        """Whether this process holds nothing and wants nothing: then nobody need follow."""
+    def _start_follower(self, before: _thread.LockType | None) -> bool:
+        """Start the thread, in place of `before`, which has died. False at the end of the interpreter, where none can
+        be started: the process ends, and with it what it holds."""
+        follower = _thread.allocate_lock()
+        follower.acquire()
+        try:
+            _thread.start_new_thread(self._begin_to_follow, (follower,))  # one C call
+        except RuntimeError as error:
+            if sys.is_finalizing() or "shutdown" in str(error):  # Python 3.12 says so before it is finalizing
+                return False
+            raise ResourceError(
+                errno.EAGAIN,
+                f"{self} needs a thread in each process that has segments: {error}: this process, or its "
+                "container, may have no more of them: raise ulimit -u, or pids.max (containers: --pids-limit)",
+            ) from None
+        if self._follower is before:  # else a signal handler has started one
+            self._follower = follower
+        return True
+
+    def _prove(self) -> int:
+        """Lock a byte for this process, or again if the file was removed. Returns its number."""
         with self._presence:
+            before = self._proof
+            if before is not None and before.locks.is_at(self._lock_path):
+                return before.number
+            try:
+                made = _Proof(LockFile(self._lock_path, os.O_CREAT), new_id())
+            except OSError as error:
+                raise shortage.explain_file(error, self._lock_path) from None
+            if not made.locks.try_exclusive(1 + made.number):
+                raise ResourceError(errno.EAGAIN, f"{self}: {self._lock_path} is locked by another program")
+            if self._proof is before:
+                self._proof = made
+                if before is not None:
+                    before.locks.close()
+                return made.number
+            made.locks.close()  # a signal handler has come in between
+            return self._prove()
+
+    def _drop_proof(self) -> None:
+        proof, self._proof = self._proof, None
+        if proof is not None:
+            proof.locks.close()
+
+    def _is_over(self, follower: _thread.LockType) -> bool:
+        """In the thread: whether this process holds nothing and wants nothing, or another thread follows."""
+        with self._presence:
+            if self._follower is not follower:
+                return True
             if self._held() or self._wanting:
                 return False
-            locks, self._locks, self._follower = self._locks, None, None
-            if locks is not None:
-                locks.close()
+            self._drop_proof()
+            self._follower = None
             return True
 
-    def _follow(self) -> None:
-        """A thread: report to the server, and, when it has ended, to the next one, with all that this process holds.
+    def _begin_to_follow(self, follower: _thread.LockType) -> None:
+        """In a thread that was started by one C call: start the one that `threading` knows."""
+        try:
+            OwnThread(target=self._follow, args=(follower,), name="shmtensor-segments", daemon=True).start()
+        except Exception:  # for want of threads or memory; this one will do
+            self._follow(follower)
 
-        The socket for the next one is made beforehand: this process may then have as many open files as it may have.
+    def _follow(self, follower: _thread.LockType) -> None:
+        """A thread: follow the servers, until nobody need. Nothing else ends it: the next server waits for its word."""
+        ends = [unopened(), unopened()]
+        try:
+            while True:
+                try:
+                    self._follow_servers(follower, ends)
+                    return
+                except BaseException:  # such as for want of memory, which a line in the log needs as well
+                    time.sleep(_PAUSES[-1])
+        finally:
+            for each in ends:
+                self._close(each)
+            follower.release()
+
+    def _follow_servers(self, follower: _thread.LockType, ends: list[socket.SocketType]) -> None:
+        """Report to the server, and, when it has ended, to the next one, with all that this process holds.
+
+        ends: the connection, and the socket for the next one, which is made beforehand: this process may then have as
+        many open files as it may have
         """
-        tries, connection, following, is_told = 0, unopened(), unopened(), False
+        tries, is_told = 0, False
         while True:
-            is_connected = False
+            if self._is_over(follower):
+                return
+            connection, is_connected = ends[0], False
             try:
-                if connection.fileno() < 0:
-                    self._open(connection)
+                self._open_end(connection)
                 connection.connect(self._socket)
-                is_connected, is_told = True, False
+                is_connected = True
                 # what the server before this one has answered is held first
                 answered = set(self._attempts)
                 while answered & self._attempts:
                     time.sleep(_PAUSES[0])
-                self._be_present()  # again, if the file was removed: the server after this one looks at the new one
+                number = self._prove()  # again, if the file was removed: the server after this one looks at the new one
                 with contextlib.suppress(OSError):
-                    self._open(following)
-                self._report(connection)
-                tries = 0
-                connection.recv(1)  # until it ends
-            except OSError as error:
-                is_short = error.errno in (errno.EMFILE, errno.ENFILE)
-                log.log(logging.WARNING if is_short and not is_told else logging.DEBUG, "%s: %s", self, error)
-                is_told = is_told or is_short
+                    self._open_end(ends[1])
+                self._report(connection, number)
+                tries, is_told = 0, False
+                while not _has_ended(connection):
+                    if self._is_over(follower):
+                        return
+            except Exception as error:  # whatever it is, the server waits for the next try
+                is_told = self._tell(error, is_told)
             finally:
                 if is_connected:
                     self._close(connection)
-                    connection, following = following, connection
-            if self._is_over():
-                self._close(connection)
-                return
+                    ends.reverse()
             time.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
             tries += 1
 
-    def _report(self, connection: socket.SocketType) -> None:
+    def _tell(self, error: Exception, is_told: bool) -> bool:
+        """Log why the server was not followed, once what will not pass by itself. Whether that has been told."""
+        stays = not isinstance(error, OSError) or error.errno in (errno.EMFILE, errno.ENFILE)
+        log.log(logging.WARNING if stays and not is_told else logging.DEBUG, "%s: %s", self, str(error) or repr(error))
+        return is_told or stays
+
+    def _open_end(self, end: socket.SocketType) -> None:
+        if end.fileno() < 0:
+            self._open(end)
+        end.setblocking(True)  # whatever `socket.setdefaulttimeout` says
+
+    def _report(self, connection: socket.SocketType, number: int) -> None:
         for hold in self._held():
             if hold.name:
                 connection.sendmsg([Request(Op.GIVE, hold.name, hold.serial).pack()], _beside(hold.file))
@@ -446,8 +524,20 @@ class Served:
                     log.warning("%s has not taken %s: %s", self, hold.name, reply.text.decode(errors="replace"))
                 elif reply.error:
                     raise OSError(reply.error, f"it has not taken {hold.name}: {reply.text.decode(errors='replace')}")
-        connection.sendmsg([Request(Op.PRESENT, value=self._number).pack()])
+        connection.sendmsg([Request(Op.PRESENT, value=number).pack()])
         self._receive(connection)
+
+
+def _has_ended(connection: socket.SocketType) -> bool:
+    """Whether the server ends a connection within some seconds. Not by `poll(2)`, nor by a time-out of Python's, which
+    is that: it fails where a process may open no files at all."""
+    patience = struct.pack("ll", int(_IDLE_S), int(_IDLE_S % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+    try:
+        connection.recv(1)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _reason(reply: Reply) -> str:

@@ -35,6 +35,20 @@ def explain(error: OSError, what: str) -> ResourceError:
     return ResourceError(code, f"{text}: {remedy}" if remedy else text)
 
 
+def explain_file(error: OSError, path: str, what: str = "cannot open") -> ResourceError:
+    """The `ResourceError` for a file, not in `/dev/shm`, that cannot be opened or made."""
+    directory = os.path.dirname(path)
+    remedies = {
+        errno.ENOENT: f"make directory {directory}, with mode 0700",
+        errno.ENOSPC: f"the file system of {directory} is full: free room, or files (inodes: df -i), there",
+        errno.EROFS: f"mount {directory} writable",
+    }
+    remedy = remedies.get(error.errno or 0)
+    if remedy is None:
+        return explain(error, f"{what} {path}")
+    return ResourceError(error.errno, f"{what} {path}: {os.strerror(error.errno or 0)}: {remedy}")
+
+
 def _room() -> str:
     try:
         space = os.statvfs(SHM_DIR)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import signal
@@ -12,14 +13,17 @@ import threading
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import shmtensor
 from shmtensor.channel.names import parse_file
-from shmtensor.memory import placement, segment, served
+from shmtensor.cli.main import app
+from shmtensor.memory import placement, segment, semaphores, served
 from shmtensor.memory.locks import LockFile, locked_bytes
 from shmtensor.memory.segment_server import SegmentServer
 from shmtensor.memory.served import ID_END, Served
 
+from ..faults.interrupts import each_boundary
 from ..waiting import PATIENCE, wait_until
 from .container import Member, Refused, names, nothing_left
 from .servers import Server
@@ -198,6 +202,32 @@ def test_a_name_that_cannot_be_removed_now_is_left_to_the_next_clean_up(server, 
     assert segment.listing() == []
 
 
+def test_gc_says_what_the_server_has_not_removed(server, monkeypatch):
+    """It is no other user's. Who runs gc from a script runs it again."""
+    segment.create(f"/shmtensor.dead,{1:016x},0", 4096, "free some").close()
+    real = SegmentServer._answer
+
+    def answer(self, client, request, beside):
+        if request.op == served.Op.UNLINK:
+            return served.Reply(request.op, errno.EAGAIN, self._space(0)), None
+        return real(self, client, request, beside)
+
+    monkeypatch.setattr(served, "_AT_ONCE", 0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentServer, "_answer", answer)
+        done = CliRunner().invoke(app, ["gc"])
+        assert done.exit_code == 1
+        assert "the segment server has not answered: run gc again" in done.output
+        assert "removed nothing" in done.output
+        done = CliRunner().invoke(app, ["gc", "--json"])
+        assert done.exit_code == 1
+        assert len(json.loads(done.output)["failed"]) == 1
+    done = CliRunner().invoke(app, ["gc"])
+    assert done.exit_code == 0
+    assert "removed 1 files" in done.output
+    assert segment.listing() == []
+
+
 # --- forks
 
 
@@ -267,6 +297,180 @@ def test_a_forked_child_keeps_no_connection_to_the_server(server):
     segment.unlink("/shmtensor.c")
 
 
+def test_what_was_reserved_ends_although_a_child_has_a_copy_of_the_connection(server):
+    """One that was forked just as it was closed: nobody knows its number any more."""
+    segment.create("/shmtensor.c", 4096, "free some").close()
+    before = segment.free_bytes()
+    with segment.attach("/shmtensor.c") as mine, contextlib.ExitStack() as copies:
+        with mine.place.room("shmtensor.c", mine.fd, 4096, 30 << 20):
+            for each in list(mine.place._connections):
+                if each.fileno() >= 0:
+                    copies.callback(os.close, os.dup(each.fileno()))
+            wait_until(lambda: segment.free_bytes() == before - (30 << 20))
+        wait_until(lambda: segment.free_bytes() == before)
+    segment.unlink("/shmtensor.c")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize("when", ["received", "found"])
+def test_a_child_keeps_nothing_that_another_thread_is_looking_at(server, monkeypatch, when):
+    """It was passed the descriptor just now, or has it and not opened it yet."""
+    segment.create("/shmtensor.c", 4096, "free some").close()
+    part, name = (served, "receive") if when == "received" else (Served, "find")
+    real, forked = getattr(part, name), []
+
+    def fork_after(*args, **options):
+        found = real(*args, **options)
+        if threading.current_thread() is looking:
+            pid = os.fork()
+            if not pid:
+                left = 255
+                try:
+                    left = len(open_segments("memfd:shmtensor.c"))
+                finally:
+                    os._exit(left)
+            forked.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        return found
+
+    def look():
+        with segment.look_at("/shmtensor.c", is_regular=True):
+            pass
+
+    kept = len(open_segments("memfd:shmtensor.c"))  # that of the server, which runs in this process
+    looking = threading.Thread(target=look)
+    monkeypatch.setattr(part, name, fork_after)
+    looking.start()
+    looking.join()
+    monkeypatch.undo()
+    assert forked
+    assert forked[0] <= kept
+    segment.unlink("/shmtensor.c")
+
+
+def open_segments(name: str) -> list[str]:
+    """The descriptors of this process that lead to a segment."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if name in os.readlink(f"/proc/self/fd/{fd}"):
+                found.append(fd)
+    return found
+
+
+# --- the proof of life, and the thread that speaks for it
+
+
+def followers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "shmtensor-segments"]
+
+
+@pytest.fixture
+def locked(directory):
+    """The bytes that processes have locked."""
+    with contextlib.closing(LockFile(f"{directory}/segments.lock", os.O_CREAT)) as locks:
+        yield lambda: locked_bytes(locks.fd, 1, 1 + ID_END)
+
+
+def test_an_exception_at_any_point_leaves_no_proof_without_a_thread(directory, locked):
+    """There is no server: a thread finds at once that nothing is held."""
+    places = [Served(directory)]
+    for _ in each_boundary(lambda: places[0]._be_present()):
+        wait_until(lambda: not locked() and not followers())
+        places[0] = Served(directory)
+
+
+def test_a_signal_handler_at_any_point_leaves_one_proof(directory, locked):
+    """It opens a segment where its process is just about to prove that it lives."""
+    places = [Served(directory)]
+
+    def come():
+        places[0]._wanting[places[0]] = "shmtensor.c"
+        places[0]._be_present()
+
+    for attempt in each_boundary(come, act=lambda: places[0]._be_present()):
+        assert len(locked()) == 1, attempt
+        wait_until(lambda: len(followers()) == 1)
+        places[0]._wanting.clear()
+        wait_until(lambda: not locked() and not followers())
+        places[0] = Served(directory)
+
+
+@pytest.mark.parametrize("error", ["MemoryError()", "SystemExit()", "RuntimeError('x')"])
+def test_whatever_its_thread_meets_a_process_gives_the_next_server_what_it_has(directory, error):
+    """A server would wait for it, and all others for the server. What it would log may fail as well."""
+    server = Server(directory)
+    with Member((), directory) as member, Member((), directory) as other:
+        member("tx = shmtensor.Publisher('c', slots=2, slot_bytes=4096)")
+        before = sorted(names(other))
+        member(
+            "from shmtensor.memory import served\n"
+            "class Log:\n"
+            "    def log(self, *_): raise MemoryError\n"
+            "def fail(self, *_):\n"
+            "    served.Served._report = real\n"
+            f"    raise {error}\n"
+            "real, served.Served._report, served.log = served.Served._report, fail, Log()\n"
+        )
+        server.kill()
+        server = Server(directory)
+        assert sorted(names(other)) == before
+        member("tx.close()")
+        nothing_left(other)
+    server.close()
+
+
+def test_a_thread_that_has_died_is_started_again(server, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Served, "_follow", lambda self, follower: follower.release())
+        made = segment.create("/shmtensor.c", 4096, "free some")
+        wait_until(lambda: not followers())
+    with made, segment.attach("/shmtensor.c"):
+        wait_until(lambda: any(client.is_present for client in list(server._clients.values())))
+    segment.unlink("/shmtensor.c")
+
+
+def test_a_process_that_has_closed_everything_is_awaited_no_more(server, locked, monkeypatch):
+    """So nobody waits for it if it is stopped."""
+    monkeypatch.setattr(served, "_IDLE_S", 0.01, raising=False)
+    with segment.create("/shmtensor.c", 4096, "free some"):
+        assert len(locked()) == 1
+    wait_until(lambda: not locked() and not followers())
+    with segment.attach("/shmtensor.c"):  # and it may come again
+        assert len(locked()) == 1
+        wait_until(lambda: any(client.is_present for client in list(server._clients.values())))
+    segment.unlink("/shmtensor.c")
+    wait_until(lambda: not locked() and not followers())
+
+
+def test_a_default_time_out_of_sockets_does_not_end_its_connections(server, monkeypatch):
+    """With each of them it would give the server everything again: names of the dead that were removed, too."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.01)
+    try:
+        with segment.create("/shmtensor.c", 4096, "free some"):
+            wait_until(lambda: any(client.is_present for client in list(server._clients.values())))
+            ends = [each for each in list(placement.current()._connections) if each.fileno() >= 0]
+            assert [end.gettimeout() for end in ends] == [None, None]
+    finally:
+        socket.setdefaulttimeout(before)
+    segment.unlink("/shmtensor.c")
+
+
+def test_no_exception_is_lost_as_a_segment_is_found_and_opened(server):
+    """Not in a finalizer of an open file, of which some die at each request."""
+
+    def use():
+        with segment.attach("/shmtensor.c"):
+            pass
+        with segment.look_at("/shmtensor.c"):
+            pass
+
+    segment.create("/shmtensor.c", 4096, "free some").close()
+    lost = [attempt.at for attempt in each_boundary(use) if attempt.swallowed]
+    assert not lost
+    segment.unlink("/shmtensor.c")
+
+
 # --- what runs out
 
 
@@ -306,11 +510,11 @@ def test_a_process_that_may_open_no_more_files_follows_the_next_server(directory
 def test_a_process_that_can_start_no_thread_holds_nothing(server, directory, monkeypatch):
     """Else the next server would await it in vain."""
 
-    def fail(self):
+    def fail(*_):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
+        patch.setattr(served._thread, "start_new_thread", fail)
         with pytest.raises(shmtensor.ResourceError, match=r"can't start new thread.*ulimit -u") as found:
             segment.create("/shmtensor.c", 4096, "free some")
     assert found.value.errno == errno.EAGAIN
@@ -319,6 +523,46 @@ def test_a_process_that_can_start_no_thread_holds_nothing(server, directory, mon
         with segment.create("/shmtensor.c", 4096, "free some"):
             assert len(locked_bytes(locks.fd, 1, 1 + ID_END)) == 1
     segment.unlink("/shmtensor.c")
+
+
+@pytest.mark.parametrize(("code", "remedy"), [(errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "ulimit -v")])
+def test_a_semaphore_that_cannot_be_opened_or_mapped_is_a_clear_error(server, monkeypatch, code, remedy):
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    semaphores.create_semaphore("/shmtensor.s", 0)
+    with monkeypatch.context() as patch:
+        part, name = (semaphores, "Descriptor") if code == errno.EMFILE else (semaphores.SharedMap, "of_segment")
+        patch.setattr(part, name, fail)
+        with pytest.raises(shmtensor.ResourceError, match=rf"cannot open semaphore /shmtensor\.s.*{remedy}"):
+            semaphores.Sleeper("/shmtensor.s", create=False)
+    semaphores.unlink_semaphore("/shmtensor.s")
+    with pytest.raises(FileNotFoundError):
+        semaphores.Sleeper("/shmtensor.s", create=False)
+
+
+def test_a_directory_that_was_removed_is_named(directory, monkeypatch):
+    """Not /dev/shm, which has no part in it."""
+    os.rmdir(directory)
+    monkeypatch.setenv("SHMTENSOR_SEGMENTS", "server")
+    for make in (lambda: segment.create("/shmtensor.c", 4096, "free some"), lambda: SegmentServer(directory)):
+        with pytest.raises(shmtensor.ResourceError, match=r"segments\.lock: No such file.*make directory /") as found:
+            make()
+        assert "/dev/shm" not in str(found.value)
+    os.mkdir(directory)
+
+
+def test_a_directory_whose_file_system_is_full_is_named(directory, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("shmtensor.memory.segment_server.LockFile", fail)
+    monkeypatch.setattr(served, "LockFile", fail)
+    monkeypatch.setenv("SHMTENSOR_SEGMENTS", "server")
+    for make in (lambda: segment.create("/shmtensor.c", 4096, "free some"), lambda: SegmentServer(directory)):
+        with pytest.raises(shmtensor.ResourceError, match=r"segments\.lock: No space.*file system of /") as found:
+            make()
+        assert "/dev/shm" not in str(found.value)
 
 
 def test_a_server_that_may_open_too_few_files_says_so_while_it_is_awaiting(directory):
@@ -390,7 +634,7 @@ def test_a_server_that_does_not_come_up_leaves_no_socket(directory, monkeypatch,
 
     where = "shmtensor.memory.segment_server."
     monkeypatch.setattr(f"{where}select.epoll" if fails == "epoll" else f"{where}os.rename", fail)
-    with pytest.raises((shmtensor.ResourceError, OSError)):
+    with pytest.raises(shmtensor.ResourceError, match=r"cannot make socket /.*: the file system of /.* is full"):
         SegmentServer(directory)
     monkeypatch.undo()
     assert os.listdir(directory) == ["segments.lock"]

@@ -8,6 +8,8 @@ import fcntl
 import itertools
 import os
 import re
+import select
+import shutil
 import signal
 import socket
 import struct
@@ -22,6 +24,7 @@ from hypothesis import strategies as st
 import shmtensor
 from shmtensor.errors import WireError
 from shmtensor.memory import placement, segment
+from shmtensor.memory.locks import LockFile
 from shmtensor.memory.segment_server import SegmentServer
 from shmtensor.memory.served import PATIENCE as WAITS
 from shmtensor.memory.served import Served, new_id, pid_of
@@ -264,6 +267,24 @@ def test_clients_that_do_not_read_or_go_on_block_nobody(server, directory):
         each.close()
 
 
+def test_who_has_not_read_a_reply_gets_no_other(server, directory):
+    """The kernel allows few descriptors on their way, for all processes of a user together."""
+    request = Request(Op.OPEN, "shmtensor.c", packets.EXISTING).pack()
+    with segment.create("/shmtensor.c", 4096, "free some"), connect(directory) as connection:
+        for _ in range(3):  # one after the other is fine
+            connection.send(request)
+            assert Reply.unpack(connection.recv(1000)).error == 0
+        connection.send(request)
+        select.select([connection], [], [], PATIENCE)
+        connection.send(request)
+        ended = select.poll()
+        ended.register(connection, select.POLLHUP)
+        assert ended.poll(PATIENCE * 1000)
+        assert Reply.unpack(connection.recv(1000)).error == 0
+        assert connection.recv(1000) == b""
+    segment.unlink("/shmtensor.c")
+
+
 def test_of_too_many_connections_the_oldest_idle_ones_are_closed(directory, monkeypatch):
     monkeypatch.setattr("shmtensor.memory.segment_server.MOST_CONNECTIONS", 16)
     with running(directory), contextlib.ExitStack() as stack:
@@ -339,6 +360,59 @@ def test_the_publisher_names_the_server_when_there_is_no_room(server, channel):
     assert segment.listing() == []
 
 
+@pytest.fixture
+def sums(monkeypatch):
+    """The times that a server of this process has looked at the size of each segment."""
+    found, real = [], SegmentServer._used
+
+    def used(self):
+        found.append(real(self))
+        return found[-1]
+
+    monkeypatch.setattr(SegmentServer, "_used", used)
+    return found
+
+
+def test_a_reservation_does_not_look_at_all_segments(server, sums):
+    """But where it would not fit otherwise, so that what was removed is free."""
+    names = [f"/shmtensor.c{number}" for number in range(60)]
+    for name in names:
+        segment.create(name, 1 << 20, "free some").close()
+    assert len(sums) < 30
+    for name in names:
+        segment.unlink(name)
+    sums.clear()
+    segment.create(names[0], 60 << 20, "free some").close()
+    assert len(sums) == 1
+    with pytest.raises(shmtensor.ResourceError, match="free some"):
+        segment.create(names[1], 5 << 20, "free some")
+    segment.unlink(names[0])
+
+
+def test_what_comes_without_a_reservation_counts(server, directory):
+    """A segment that was given, or has pages before it has a name."""
+    segment.create("/shmtensor.a", 1 << 20, "free some").close()
+    give = Request(Op.GIVE, "shmtensor.b", 7).pack(), Request(Op.OPEN, "shmtensor.c", packets.EITHER).pack()
+    with memory() as given, memory() as made:
+        for fd, packet in zip((given, made), give, strict=True):
+            os.posix_fallocate(fd, 0, 30 << 20)
+            assert ask(directory, packet, fd)[0].error == 0
+    with pytest.raises(shmtensor.ResourceError, match=r"has 3\.0 MiB free"):
+        segment.create("/shmtensor.d", 4 << 20, "free some")
+    for name in segment.listing():
+        segment.unlink(f"/{name}")
+
+
+def test_who_has_to_wait_costs_no_look_at_all_segments(directory, sums):
+    with contextlib.closing(LockFile(f"{directory}/segments.lock", os.O_CREAT)) as locks:
+        assert locks.try_exclusive(1 + new_id())
+        with running(directory):
+            reply, _ = ask(directory, Request(Op.STATUS, "shmtensor.c").pack())
+            assert (reply.error, reply.space.awaited) == (errno.EAGAIN, 1)
+            assert not sums
+            assert ask(directory, Request(Op.SPACE).pack())[0].space.awaited == 1
+
+
 @pytest.mark.parametrize("limit", ["much", 0, -1, True])
 def test_a_limit_that_is_none(directory, limit):
     with pytest.raises((ValueError, TypeError), match="limit"):
@@ -353,6 +427,53 @@ def test_one_server_is_enough(server, directory):
     with pytest.raises(shmtensor.ResourceError, match=f"another segment server runs in {re.escape(directory)}"):
         SegmentServer(directory)
     assert is_serving(directory)
+
+
+@pytest.mark.parametrize("anew", [True, False], ids=["made anew", "without its socket"])
+def test_a_server_that_nobody_can_reach_ends(directory, monkeypatch, anew):
+    """Else there are two, each with half of the segments."""
+    monkeypatch.setattr("shmtensor.memory.segment_server._LOOK_S", 0.01, raising=False)
+    ended = []
+
+    def run(server):
+        with server, pytest.raises(shmtensor.ResourceError, match="was removed or replaced") as found:
+            server.run()
+        ended.append(found.value.errno)
+
+    thread = threading.Thread(target=run, args=(SegmentServer(directory),))
+    thread.start()
+    with segment.create("/shmtensor.c", 4096, "free some"):
+        if anew:
+            shutil.rmtree(directory)
+            os.mkdir(directory, 0o700)
+        else:
+            os.unlink(f"{directory}/segments")
+            thread.join(PATIENCE)  # the next one would be refused before: they have one lock file
+        with running(directory) as server:
+            thread.join(PATIENCE)
+            assert ended == [errno.ESTALE]
+            assert os.path.exists(f"{directory}/segments")  # that of the next one
+            wait_until(lambda: "shmtensor.c" in server._names)
+            segment.unlink("/shmtensor.c")
+
+
+def test_a_server_whose_directory_is_called_otherwise_goes_on(directory, monkeypatch):
+    """Containers that have it mounted reach it all the same."""
+    looks, real = [], SegmentServer._has_name
+
+    def has_name(self):
+        looks.append(real(self))
+        return looks[-1]
+
+    monkeypatch.setattr(SegmentServer, "_has_name", has_name)
+    monkeypatch.setattr("shmtensor.memory.segment_server._LOOK_S", 0.01)
+    with running(directory):
+        os.rename(directory, f"{directory}-otherwise")
+        looks.clear()
+        wait_until(lambda: len(looks) > 1)
+        os.rename(f"{directory}-otherwise", directory)
+        assert is_serving(directory)
+    assert all(looks)
 
 
 def test_the_higher_serial_number_wins(directory, caplog):

@@ -44,7 +44,7 @@ ALLOWED = {
     "cli/relay.py:relay": NO_INTERRUPT,
     "cli/trace.py:_record": NO_INTERRUPT,
     "cuda/keeper.py:release_finished": LIBRARY,
-    "memory/served.py:Served._follow": LIBRARY,
+    "memory/served.py:Served._follow_servers": LIBRARY,
     "relay/far_requests.py:FarService._claim": LIBRARY,
     "relay/far_requests.py:FarService._wait": LIBRARY,
     "relay/far_requests.py:FarService.cancel": LIBRARY,
