@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import json
 import logging
 import os
@@ -466,13 +465,8 @@ def test_no_exception_is_lost_as_a_segment_is_found_and_opened(server):
         with segment.look_at("/shmtensor.c"):
             pass
 
-    segment.create("/shmtensor.c", 4096, "free some").close()
-    gc.collect()
-    gc.disable()  # it may find what other tests have left, and call their finalizers
-    try:
+    with segment.create("/shmtensor.c", 4096, "free some"):  # so that it is present, and its lock file open, throughout
         lost = [attempt.at for attempt in each_boundary(use) if attempt.swallowed]
-    finally:
-        gc.enable()
     assert not lost
     segment.unlink("/shmtensor.c")
 
