@@ -102,11 +102,8 @@ class ChunkPool(Pool):
         return ((chunk, chunk),) if nbytes == chunk else ((0, max(0, chunk - 1)), (chunk + 1, MAX_SLOT_BYTES))
 
     def make_room(self, nbytes: int) -> None:
-        is_chunk = nbytes == self.chunk
-        if not any(
-            is_chunk == (ring.slot_bytes == self.chunk) and nbytes <= ring.slots * ring.slot_bytes
-            for ring in self.rings
-        ):
+        large = [ring for ring in self.rings if nbytes <= ring.slots * ring.slot_bytes]
+        if not any(least <= ring.slot_bytes <= most for ring in large for least, most in self._sizes(nbytes)):
             self._wanted = 1
             self.add(nbytes)
 
