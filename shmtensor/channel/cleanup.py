@@ -224,7 +224,7 @@ class Leftover(NamedTuple):
     nbytes: int
     file: str = ""
     """The name of a segment or semaphore; empty: it is in the socket directory."""
-    is_put_off: bool = False
+    is_unanswered: bool = False
     """A segment server could not remove it now."""
 
     @property
@@ -418,7 +418,7 @@ def _remove(leftovers: list[Leftover], *, dry_run: bool) -> list[Leftover]:
         else:
             with contextlib.suppress(OSError):
                 os.unlink(leftover.path)
-        tried.append(leftover._replace(is_put_off=not is_done))
+        tried.append(leftover._replace(is_unanswered=not is_done))
     return tried
 
 

@@ -34,23 +34,23 @@ def gc(
     Exit code 1 if a segment server has not answered, and so something is left that is nobody's: run gc again.
     """
     gone = cleanup.sweep_all(socket_dir(), dry_run=dry_run, patience=PATIENCE)
-    put_off = [leftover for leftover in gone if leftover.is_put_off]
-    stuck = [leftover for leftover in gone if not (dry_run or leftover.is_put_off) and leftover.is_left]
-    removed = [leftover for leftover in gone if leftover not in (*put_off, *stuck)]
-    left = [] if put_off else _left({leftover.path for leftover in gone})
+    unanswered = [leftover for leftover in gone if leftover.is_unanswered]
+    stuck = [leftover for leftover in gone if not (dry_run or leftover.is_unanswered) and leftover.is_left]
+    removed = [leftover for leftover in gone if leftover not in (*unanswered, *stuck)]
+    left = [] if unanswered else _left({leftover.path for leftover in gone})
     if as_json:
         print_json(
             {
                 "dry_run": dry_run,
                 "removed": [{"channel": it.channel or None, "path": it.path, "bytes": it.nbytes} for it in removed],
                 "bytes": sum(it.nbytes for it in removed),
-                "failed": [it.path for it in (*put_off, *stuck)],
+                "failed": [it.path for it in (*unanswered, *stuck)],
                 "left": [{"channel": view.name, "bytes": view.nbytes, "why": why(view)} for view in left],
             }
         )
     else:
-        _show(removed, put_off, stuck, left, dry_run)
-    if put_off:
+        _show(removed, unanswered, stuck, left, dry_run)
+    if unanswered:
         raise typer.Exit(1)
 
 
@@ -72,13 +72,13 @@ def why(view: ChannelInfo) -> str:
 
 
 def _show(
-    removed: list[Leftover], put_off: list[Leftover], stuck: list[Leftover], left: list[ChannelInfo], dry_run: bool
+    removed: list[Leftover], unanswered: list[Leftover], stuck: list[Leftover], left: list[ChannelInfo], dry_run: bool
 ) -> None:
     out = console()
     verb = "would remove" if dry_run else "removed"
     for leftover in removed:
         out.print(f"{verb} {escape(leftover.path)}  {format_bytes(leftover.nbytes)}", soft_wrap=True)
-    for leftover in put_off:
+    for leftover in unanswered:
         why_not = "the segment server has not answered: run gc again"
         out.print(f"[yellow]could not remove[/] {escape(leftover.path)}: {why_not}", soft_wrap=True)
     for leftover in stuck:
