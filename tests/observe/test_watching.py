@@ -782,27 +782,49 @@ def test_echo_follows_a_stream_and_rests_when_it_is_silent(channel, monkeypatch)
 # --- what a terminal gets
 
 
+class Screen:
+    """What is typed at a terminal, and what it shows."""
+
+    def __init__(self, file, process):
+        self.file, self.process, self.shown, self.mode = file, process, b"", termios.tcgetattr(file)
+
+    def until(self, text: bytes) -> bytes:
+        """What it shows from now on until this."""
+        begin = len(self.shown)
+        while text not in self.shown[begin:]:
+            self.shown += self.file.read(4096)
+        return self.shown[begin:]
+
+
+@contextlib.contextmanager
+def top_on_a_terminal(channel, *, lines=24, interval=600.0, stdin=None):
+    """`shmtensor top` on 80 columns. It ends within the block, and leaves the mode of the terminal as it was."""
+    ours, theirs = os.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": str(lines)}
+    command = [sys.executable, "-m", "shmtensor", "top", channel, "--interval", str(interval)]
+    process = subprocess.Popen(
+        command, stdin=theirs if stdin is None else stdin, stdout=theirs, stderr=theirs, env=environment
+    )
+    with os.fdopen(ours, "r+b", buffering=0) as file, process:
+        screen = Screen(file, process)
+        os.close(theirs)
+        yield screen
+        with contextlib.suppress(OSError):  # EIO: nobody writes to it any more
+            while more := file.read(4096):
+                screen.shown += more
+        assert process.wait(PATIENCE) == 0
+        assert termios.tcgetattr(file) == screen.mode
+
+
 @pytest.mark.slow
 @once("text")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_top_leaves_the_terminal_as_it_was(channel, number):
-    ours, theirs = os.openpty()
-    mode = termios.tcgetattr(theirs)
-    with shmtensor.Publisher(channel), os.fdopen(ours, "rb", buffering=0) as screen:
-        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
-        command = [sys.executable, "-m", "shmtensor", "top", channel, "--interval", "0.1"]
-        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
-            os.close(theirs)
-            shown = b""
-            while channel.encode() not in shown:
-                shown += screen.read(4096)
-            assert not termios.tcgetattr(ours)[3] & termios.ECHO
-            process.send_signal(number)
-            with contextlib.suppress(OSError):  # EIO: nobody writes to it any more
-                while more := screen.read(4096):
-                    shown += more
-            assert process.wait(PATIENCE) == 0
-        assert termios.tcgetattr(ours) == mode
+    with shmtensor.Publisher(channel), top_on_a_terminal(channel, interval=0.1) as screen:
+        screen.until(channel.encode())
+        assert not termios.tcgetattr(screen.file)[3] & termios.ECHO
+        screen.process.send_signal(number)
+    shown = screen.shown
     assert shown.count(b"\x1b[?1049h") == shown.count(b"\x1b[?1049l") == 1
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
 
@@ -811,63 +833,33 @@ def test_top_leaves_the_terminal_as_it_was(channel, number):
 @once("text")
 def test_keys_of_top(channel):
     """A reading would come after ten minutes: keys do not wait for it."""
-    ours, theirs = os.openpty()
-    mode = termios.tcgetattr(theirs)
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "8"}
-    command = [sys.executable, "-m", "shmtensor", "top", channel, "--interval", "600"]
-    with contextlib.ExitStack() as stack, os.fdopen(ours, "r+b", buffering=0) as screen:
+    with contextlib.ExitStack() as stack:
         stack.enter_context(shmtensor.Publisher(channel, label="a label of its own"))
         for _ in range(12):
             stack.enter_context(shmtensor.Subscriber(channel))
-        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
-            os.close(theirs)
-
-            def shows(text: bytes) -> bytes:
-                shown = b""
-                while text not in shown:
-                    shown += screen.read(4096)
-                return shown
-
-            assert b"a label of its own" in shows(b"lines 1 to 6 of 14 (up, down, PgUp, PgDn)  quit (q)")
-            for typed, text in (
-                (b"x\x1b[B", b"lines 2 to 7 of 14"), (b"\x1b[6~", b"lines 8 to 13"), (b"\x1bOB" * 3, b"lines 9 to 14"),
-                (b"\x1b[A", b"lines 8 to 13"), (b"\x1b[5~\x1b[5~", b"lines 1 to 6"), (b"\x1b[6~", b"lines 7 to 12"),
-                (b"s", b"by rate (s)  lines 1 to 6"),
-            ):  # fmt: skip
-                screen.write(typed)
-                assert b"msg/s" in shows(text)
-            screen.write(b"q")
-            with contextlib.suppress(OSError):
-                while screen.read(4096):
-                    pass
-            assert process.wait(PATIENCE) == 0
-        assert termios.tcgetattr(ours) == mode
+        screen = stack.enter_context(top_on_a_terminal(channel, lines=8))
+        assert b"a label of its own" in screen.until(b"lines 1 to 6 of 14 (up, down, PgUp, PgDn)  quit (q)")
+        for typed, text in (
+            (b"x\x1b[B", b"lines 2 to 7 of 14"), (b"\x1b[6~", b"lines 8 to 13"), (b"\x1bOB" * 3, b"lines 9 to 14"),
+            (b"\x1b[A", b"lines 8 to 13"), (b"\x1b[5~\x1b[5~", b"lines 1 to 6"), (b"\x1b[6~", b"lines 7 to 12"),
+            (b"s", b"by rate (s)  lines 1 to 6"),
+        ):  # fmt: skip
+            screen.file.write(typed)
+            assert b"msg/s" in screen.until(text)
+        screen.file.write(b"q")
 
 
 @pytest.mark.slow
 @once("text")
 def test_top_without_keys(channel):
     """Where stdin is no terminal."""
-    ours, theirs = os.openpty()
-    mode = termios.tcgetattr(theirs)
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "4"}
-    command = [sys.executable, "-m", "shmtensor", "top", channel, "--interval", "600"]
-    with contextlib.ExitStack() as stack, os.fdopen(ours, "rb", buffering=0) as screen:
+    with contextlib.ExitStack() as stack:
         for _ in range(4):
             stack.enter_context(shmtensor.Publisher(channel))
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environment
-        ) as process:
-            os.close(theirs)
-            shown = b""
-            while b"... 3 more lines: name a PATTERN, or sort" not in shown:
-                shown += screen.read(4096)
-            assert termios.tcgetattr(ours) == mode
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(OSError):
-                while screen.read(4096):
-                    pass
-            assert process.wait(PATIENCE) == 0
+        screen = stack.enter_context(top_on_a_terminal(channel, lines=4, stdin=subprocess.DEVNULL))
+        screen.until(b"... 3 more lines: name a PATTERN, or sort")
+        assert termios.tcgetattr(screen.file) == screen.mode
+        screen.process.send_signal(signal.SIGINT)
 
 
 @once("no channel")
