@@ -93,8 +93,8 @@ def awake() -> None:
     from shmtensor.codec.encode import Encoded, encode
     from shmtensor.endpoints import pubsub
     from shmtensor.endpoints.recipients import Subscribers
-    from shmtensor.ring.broadcast import BroadcastReader
     from shmtensor.ring.pool import Pool
+    from shmtensor.ring.reference import BroadcastReader
 
     pub, sub, tensor = _pair()
     with pub, sub:

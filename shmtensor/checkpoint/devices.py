@@ -22,7 +22,7 @@ import numpy as np
 
 from ..codec.libraries import device_views, import_torch
 from ..codec.numpy import Array
-from ..cuda.pinning import Pinning
+from ..cuda.copies import Pinning
 from ..cuda.runtime import device_of, runtime
 from ..errors import ArgumentError, ArgumentTypeError, CudaError
 from ..memory.mapped_file import not_inherited

@@ -23,9 +23,9 @@ from ..codec.numpy import Array
 from ..errors import ArgumentError, CheckpointError, ResourceError, WireError
 from ..memory import segment as shm
 from ..memory.words import acquire_fence
-from ..ring.competing import CompetingReader
 from ..ring.layout import DONE, R_RECORDS, RECORD_WORDS, WORK_QUEUE, state_word
 from ..ring.reader import COMPETING, Reception
+from ..ring.reference import CompetingReader
 from ..ring.ring import Ring, SequenceTable
 from .formats import get_format
 from .index import LATEST

@@ -31,7 +31,7 @@ from ..channel.cleanup import foreign
 from ..channel.inspect import view_of
 from ..channel.names import PREFIX, socket_dir
 from ..codec.libraries import EXTRA
-from ..cuda.pinning import Pinning
+from ..cuda.copies import Pinning
 from ..cuda.runtime import runtime
 from ..errors import CudaError, ResourceError, ShmTensorError
 from ..memory import placement, words

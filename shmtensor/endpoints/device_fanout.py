@@ -14,10 +14,10 @@ from ..cuda.runtime import runtime
 from ..errors import CudaError, DependencyError, PeerDied, WireError
 from ..memory.segment import unlink
 from ..options import check_count
-from ..ring.broadcast import BroadcastReader, LatestReader
 from ..ring.device import LeasedBlock
 from ..ring.layout import L_PUBLISHED, MAX_DEVICE_SLOTS, OtherVersion, RingShape
 from ..ring.reader import ALL, LATEST, OTHER, PASSED_OVER, Found, Reader, Reception
+from ..ring.reference import BroadcastReader, LatestReader
 from ..ring.ring import Ring
 from .message import Message
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ..codec.libraries import device_views
-from ..cuda.pending import Pending
-from ..cuda.pinning import Part
+from ..cuda.copies import Part, Pending
 from ..cuda.runtime import runtime
 from ..errors import ArgumentError, CudaError
 from ..options import check_count

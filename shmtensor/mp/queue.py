@@ -22,8 +22,8 @@ from ..endpoints.message import Message
 from ..endpoints.spinning import Spin
 from ..errors import ArgumentError, ArgumentTypeError, DependencyError, ReentrantError, TimedOut, WireError
 from ..memory import lifecycle
-from ..memory.counters import MOST, Counter
 from ..memory.descriptors import InheritedFile
+from ..memory.semaphores import MOST, Counter
 from ..options import context_of, parse_bytes
 from . import pickling
 from .pickling import Transfers

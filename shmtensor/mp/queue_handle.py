@@ -44,9 +44,9 @@ from ..endpoints.spinning import Spin
 from ..endpoints.workqueue import Producer
 from ..errors import ArgumentError, ClosedError, ReentrantError, ResourceError, RingFull, ShmTensorError
 from ..memory import lifecycle
-from ..memory.counters import Counter
 from ..memory.descriptors import InheritedFile
 from ..memory.segment import NameTaken, free_bytes, more_room, total_bytes, where
+from ..memory.semaphores import Counter
 from ..options import format_bytes
 from ..ring.layout import DONE, RECORD_WORDS, RELEASED, WORK_QUEUE, RingShape, round_slot, state_word
 from ..ring.pool import Pool

@@ -26,9 +26,9 @@ from ..errors import ArgumentError, RingFull, TimedOut, WireError
 from ..memory import placement
 from ..memory import segment as shm
 from ..memory.words import store
-from ..ring.competing import NOTHING
 from ..ring.layout import ATTEMPT, CLAIMED, DONE, FAN_OUT, KINDS, RELEASED, SERVICE, STATE_WORDS, WORK_QUEUE
 from ..ring.reader import Reader, Reception
+from ..ring.reference import NOTHING
 from ..ring.ring import Ring
 from ..rpc.calls import Call
 from ..rpc.endpoints import ReplyReceiver, ReplySender, RequestReceiver, RequestSender

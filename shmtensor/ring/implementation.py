@@ -8,11 +8,10 @@ from .. import native
 from ..errors import DependencyError, WireError
 from ..memory.words import barrier
 from ..wire import spec
-from .broadcast import BroadcastReader, LatestReader
-from .competing import CompetingReader, GroupReader
 from .reader import ALL, COMPETING, GROUP, LATEST, Reader, Reception, ReferenceReader
 from .reader import Counts as Counts
 from .reader import Received as Received
+from .reference import BroadcastReader, CompetingReader, GroupReader, LatestReader
 from .ring import Ring, SequenceTable
 
 if native.module is not None:

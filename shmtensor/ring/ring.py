@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cuda.pinning import Pinning
+from ..cuda.copies import Pinning
 from ..errors import WireError
 from ..memory import segment as shm
 from ..memory.locks import LockFile

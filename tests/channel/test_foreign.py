@@ -21,8 +21,8 @@ import shmtensor
 from shmtensor.channel import control as ctl
 from shmtensor.channel.cleanup import foreign
 from shmtensor.cli.main import app
-from shmtensor.memory import counters
 from shmtensor.memory import segment as shm
+from shmtensor.memory import semaphores
 
 from ..scenes import PAIRS, PATIENCE, files, own_shm, pair_of, play, refused, works
 from .test_users import OTHER, as_other, as_users_are, own_directory
@@ -294,11 +294,11 @@ def name_of_a_newcomer(told, what: str) -> None:
         told("text", f"{SHM}/{taken[-1]}")
 
     with pytest.MonkeyPatch.context() as patch:
-        create, make_semaphore = shm.create, counters.create_semaphore
+        create, make_semaphore = shm.create, semaphores.create_semaphore
         if what == "sender":
             patch.setattr(shm, "create", lambda name, *args: (create(name, *args), take(name))[0])
         else:
-            patch.setattr(counters, "create_semaphore", lambda *args: (take(args[0]), make_semaphore(*args))[1])
+            patch.setattr(semaphores, "create_semaphore", lambda *args: (take(args[0]), make_semaphore(*args))[1])
         refused(make, errno.EEXIST, f"{SHM}/sem.* is a file of user 0", "anew")
     assert files() == set(taken)
     make().close()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import shmtensor
-from shmtensor.cuda import pinning, runtime
+from shmtensor.cuda import copies, runtime
 
 HANDLE = bytes(range(64))
 FAR = 0x7F12_3456_7000
@@ -377,7 +377,7 @@ def test_a_device_that_cannot_be_used_is_copied_to_without_pinning(used, monkeyp
     monkeypatch.setattr(runtime, "_substitute", used)
     used._torch.cuda.device = lost
     buffer = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
-    held = pinning.Pinning(buffer, FAR, writable=True)
+    held = copies.Pinning(buffer, FAR, writable=True)
     assert held.parts(buffer, 8, 16, 1) == [(buffer, 8, 16)]
     assert "illegal memory access" in held.failure
 

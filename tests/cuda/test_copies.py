@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import shmtensor
-from shmtensor.cuda import pinning
+from shmtensor.cuda import copies
 from shmtensor.endpoints import wait_queue
 from shmtensor.memory.segment import PAGE
 
@@ -266,7 +266,7 @@ def test_rings_are_pinned_at_the_first_copy_and_unpinned_before_they_go(lazy, ch
 
 
 def test_large_rings_are_pinned_in_pieces_and_copies_cut(lazy, channel, monkeypatch):
-    monkeypatch.setattr(pinning, "PIECE", 4 * PAGE)
+    monkeypatch.setattr(copies, "PIECE", 4 * PAGE)
     value = torch.randint(0, 255, (6 * PAGE,), dtype=torch.uint8)
     tx, rx = pair(channel, slots=4, slot_bytes=3 * PAGE)
     with tx, rx:
@@ -283,7 +283,7 @@ def test_large_rings_are_pinned_in_pieces_and_copies_cut(lazy, channel, monkeypa
 
 
 def test_a_piece_that_cannot_be_unregistered_keeps_no_other(lazy, channel, monkeypatch):
-    monkeypatch.setattr(pinning, "PIECE", PAGE)
+    monkeypatch.setattr(copies, "PIECE", PAGE)
     unregister, asked = lazy.unregister_host, []
 
     def unlucky(address, device):
@@ -303,14 +303,14 @@ def test_a_piece_that_cannot_be_unregistered_keeps_no_other(lazy, channel, monke
 
 def test_an_interrupted_release_is_finished_with_the_memory(lazy, monkeypatch):
     """At each boundary: the pieces that are left are unregistered before their memory goes."""
-    monkeypatch.setattr(pinning, "PIECE", PAGE)
+    monkeypatch.setattr(copies, "PIECE", PAGE)
     monkeypatch.setattr(lazy, "unregister_host", lambda address, device: lazy.registered.pop(address, None))
     at, attempt = 1, None
     while attempt is None or attempt.reached:
         memory = mmap.mmap(-1, 3 * PAGE)
         block = np.frombuffer(memory, np.uint8)
         buffer = memoryview(block)
-        made = pinning.Pinning(buffer, block.ctypes.data, writable=True)
+        made = copies.Pinning(buffer, block.ctypes.data, writable=True)
         made.parts(buffer, 0, 3 * PAGE, 0)
         assert len(lazy.registered) == 3
         attempt = interrupted(made.release, at)
@@ -701,7 +701,7 @@ def test_a_process_ends_with_copies_on_their_way(channel, tmp_path):
     source = f"""
 import atexit, json, torch, shmtensor
 from tests.cuda.standin import installed
-from shmtensor.cuda.pending import finish_all
+from shmtensor.cuda.copies import finish_all
 installing = installed(polls=None)
 stand_in = installing.__enter__()
 def tell():

@@ -22,7 +22,7 @@ import shmtensor
 from shmtensor.checkpoint import names
 from shmtensor.checkpoint.load import load_checkpoint
 from shmtensor.checkpoint.writer import CheckpointWriter
-from shmtensor.cuda import pending, pinning
+from shmtensor.cuda import copies
 from shmtensor.memory.segment import PAGE
 
 from ..faults.process import crash_server
@@ -232,7 +232,7 @@ def test_a_trainer_dies_while_its_state_leaves_the_device(tmp_path, channel, mon
 @pytest.mark.parametrize("way", ["send", "to"])
 def test_a_registration_that_fails_for_the_second_range_only(lazy, channel, monkeypatch, kind, pin, way):
     """With "auto" the rest is copied pageably and said; with True it is an error, and the slot comes back."""
-    monkeypatch.setattr(pinning, "PIECE", 4 * PAGE)
+    monkeypatch.setattr(copies, "PIECE", 4 * PAGE)
     sender, receiver = ENDS[kind]
     register = lazy.register_host
 
@@ -299,13 +299,13 @@ def leave(tx, rx):
 def fork(tx, rx):
     child = os.fork()
     if not child:
-        lazy = pinning.runtime()
+        lazy = copies.runtime()
         before = dict(lazy.registered)
-        copies = [pending._inherited] if lazy.waiting else []
+        waiting = [copies._inherited] if lazy.waiting else []
         del tx, rx
         gc.collect()
-        pending.finish_all()  # as the interpreter does at its end
-        os._exit(0 if lazy.registered == before and not lazy.violations and all(copies) else 1)
+        copies.finish_all()  # as the interpreter does at its end
+        os._exit(0 if lazy.registered == before and not lazy.violations and all(waiting) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     close(tx, rx)
 
@@ -327,7 +327,7 @@ def test_memory_is_unregistered_before_it_is_unmapped_however_an_endpoint_ends(l
     del tx, rx
     gc.collect()
     lazy.run_all()
-    pending.Pending().poll()  # another endpoint's call: what was dropped with copies on their way is let go
+    copies.Pending().poll()  # another endpoint's call: what was dropped with copies on their way is let go
     gc.collect()
     assert lazy.registered == {}
     assert lazy.host(moved).equal(torch.arange(5000.0))
@@ -336,7 +336,7 @@ def test_memory_is_unregistered_before_it_is_unmapped_however_an_endpoint_ends(l
 EXIT = """
 import atexit, gc, json, sys, torch, shmtensor
 from tests.cuda.standin import installed
-from shmtensor.cuda.pending import finish_all
+from shmtensor.cuda.copies import finish_all
 how, channel = {how!r}, {channel!r}
 installing = installed(polls=None)
 stand_in = installing.__enter__()
@@ -440,7 +440,7 @@ def test_a_forked_child_does_not_touch_what_was_on_its_way(lazy, channel):
         def __del__(self):
             gone.append(1)
 
-    stream, event, kept = lazy.new_stream(0), lazy.new_event(0), pending.Pending()
+    stream, event, kept = lazy.new_stream(0), lazy.new_event(0), copies.Pending()
     lazy.record(event, stream)
     kept.add(event, Held())
     child = os.fork()

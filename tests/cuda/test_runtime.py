@@ -14,7 +14,7 @@ import torch
 
 import shmtensor
 from shmtensor.cuda import runtime as cuda
-from shmtensor.cuda.pending import Pending
+from shmtensor.cuda.copies import Pending
 from shmtensor.memory import segment as shm
 
 from ..package.test_layers import run_isolated

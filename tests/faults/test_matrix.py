@@ -68,8 +68,8 @@ TRACER = [
 REPLACED = [
     "ring/writer.py",
     "ring/reader.py",
-    "ring/broadcast.py",
-    "ring/competing.py",
+    "ring/reference.py",
+    "ring/reference.py",
     "ring/events.py",
 ]
 """The modules that the compiled one stands in for; it does what `Sender.send` does besides."""

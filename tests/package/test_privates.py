@@ -48,7 +48,7 @@ FOREIGN: dict[str, set[str]] = {
     # multiprocessing: the end of a worker, semaphores by a name, how a child's interpreter is started;
     # threading: the class of the main thread, which a thread of the library is in a process that it has forked
     "executor/worker.py": {"_MainThread", "_flush_std_streams"},
-    "memory/counters.py": {"_get_value", "_rebuild"},
+    "memory/semaphores.py": {"_get_value", "_rebuild"},
     # threading: what is called before the interpreter waits for threads at its end, as `atexit` is not, by which
     # concurrent.futures ends its own: Zenoh's threads, which are no daemons, end with their sessions
     "relay/relay.py": {"_register_atexit"},

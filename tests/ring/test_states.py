@@ -9,7 +9,7 @@ import pytest
 
 import shmtensor
 from shmtensor.memory import words
-from shmtensor.ring import broadcast, competing, layout, reader, states, writer
+from shmtensor.ring import layout, reader, reference, states, writer
 from shmtensor.ring.layout import L_PUBLISHED, R_RECORDS, RECORD_WORDS, RELEASED
 from shmtensor.ring.states import State
 
@@ -26,7 +26,7 @@ class Watch:
         self.tx, self.rx = tx, rx
         self.before: dict[tuple[int, int], State] = {}
         self.changes: list[tuple[State, State]] = []
-        for module in (writer, reader, broadcast, competing):
+        for module in (writer, reader, reference):
             monkeypatch.setattr(module, "store", self.store)
 
     def store(self, memory: memoryview, index: int, value: int) -> None:
