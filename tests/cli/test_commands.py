@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -23,12 +24,12 @@ from typer.testing import CliRunner
 
 import shmtensor
 from shmtensor.cli import doctor
-from shmtensor.cli.main import app
 from shmtensor.cli.output import FAIL, Finding, prepare_output
 from shmtensor.errors import ResourceError
 from shmtensor.memory import placement, served
 from shmtensor.memory import segment as shm
 
+from ..commands import app
 from ..scenes import own_shm, play, unswept
 
 PATIENCE = 120.0
@@ -289,6 +290,33 @@ def gc_after_a_death() -> None:
 
 def test_ls_damaged_segments():
     play(ls_damaged_segments, mounts=(own_shm("size=64m"),))
+
+
+def look_for_channels_that_are_not_there() -> None:
+    def look() -> tuple[str, str]:
+        found = CliRunner().invoke(app, ["ls", "frontt"])
+        assert found.exit_code == 1
+        return found.stderr, cli("top", "frontt", "--once").splitlines()[1]
+
+    assert look() == ('error: there is no channel "frontt": there is no other either\n', "no channels")
+    with shmtensor.Publisher("front"):
+        assert look()[0].endswith('"frontt": there is front\n')
+        assert look()[1] == "no channel has such a name: there is front"
+        with contextlib.ExitStack() as stack:
+            for number in range(11):
+                stack.enter_context(shmtensor.Publisher(f"back{number:02}"))
+            assert all(
+                it.rstrip().endswith(
+                    "there are back00, back01, back02, back03, back04, back05, back06, back07, "
+                    "back08, back09 and 2 more"
+                )
+                for it in look()
+            )
+
+
+@pytest.mark.slow
+def test_commands_name_the_channels_that_there_are():
+    play(look_for_channels_that_are_not_there, mounts=(own_shm("size=64m"),))
 
 
 def ls_damaged_segments() -> None:

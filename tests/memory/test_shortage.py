@@ -18,8 +18,8 @@ import pytest
 from typer.testing import CliRunner
 
 import shmtensor
-from shmtensor.cli.main import app
 
+from ..commands import app
 from ..scenes import PAIRS, PATIENCE, come_and_go, files, is_refused, own_shm, pair_of, play, refused, works
 
 SMALL = own_shm("size=2m")
