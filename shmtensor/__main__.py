@@ -4,9 +4,9 @@
 def main() -> None:
     """Run the command line. Ctrl-C while its modules are imported ends it as later on: with 130, and no traceback."""
     try:
-        from .cli.main import app
+        from .cli.main import run
 
-        app(prog_name="shmtensor")
+        run()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 

@@ -723,24 +723,23 @@ def _idle_cpus() -> float:
 
 
 def speedups(results: list[Result]) -> dict[str, float]:
-    """Our frames per second, divided by those of each other transport."""
+    """Frames per second of shmtensor, divided by those of each other transport."""
     ours, *others = results
     return {other.name: ours.frames_per_second / other.frames_per_second for other in others}
 
 
 def _show(out: Console, results: list[Result]) -> None:
-    table = Table(
-        title="the same frames to the same readers", title_justify="left", title_style="bold", box=None,
-        padding=(0, 2, 0, 0), header_style="dim",
-    )  # fmt: skip
-    for number, heading in enumerate(("transport", "frames/s", "GB/s", "p50", "p99", "speed-up")):
+    ours, times = results[0].name, speedups(results)
+    faster = " and ".join(f"{factor:.1f} x as fast as {name}" for name, factor in times.items())
+    out.print(f"[bold]{ours} is {faster}[/]", soft_wrap=True)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for number, heading in enumerate(("transport", "frames/s", "GB/s", "p50", "p99", f"{ours} is")):
         table.add_column(heading, justify="right" if number else "left", no_wrap=True)
-    times = speedups(results)
     for result in results:
         table.add_row(
             result.name, f"{result.frames_per_second:.0f}", f"{result.gigabytes_per_second:.2f}",
             *(f"{result.latency_ms(percent):.2f} ms" for percent in (50, 99)),
-            f"{times[result.name]:.1f} x" if result.name in times else "",
+            f"{times[result.name]:.1f} x as fast" if result.name in times else "",
         )  # fmt: skip
     out.print(table)
     out.print(

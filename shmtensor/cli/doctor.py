@@ -39,7 +39,7 @@ from ..memory import segment as shm
 from ..memory.control_groups import groups_of, read_text
 from ..memory.semaphores import Sleeper, unlink_semaphore
 from ..options import format_bytes
-from .ls import describe
+from .channels import describe
 from .output import FAIL, OK, WARN, Finding, console, guarded, print_json
 
 _COLOURS = {OK: "green", WARN: "yellow", FAIL: "bold red"}

@@ -2,33 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import pkgutil
+import sys
+from collections.abc import Iterable
+from typing import Annotated, Final
 
 import typer
 
 from .. import __version__
-from .bench import bench
-from .checkpoint import app as checkpoint
-from .demo import demo
-from .doctor import doctor
-from .gc import gc
-from .ls import ls
 from .output import prepare_output
-from .relay import relay
-from .serve import serve
-from .share import share
-from .trace import trace
-from .watch import echo, hz, metrics, top
 
-app = typer.Typer(
-    name="shmtensor",
-    help="Move tensors between processes through shared memory: serve a model, look at channels, clean up, check this "
-    "machine.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # paragraphs are filled, and brackets stay
-)
+COMMANDS: Final = {
+    "ls": "channels:ls",
+    "top": "top:top",
+    "hz": "watch:hz",
+    "echo": "watch:echo",
+    "trace": "watch:trace",
+    "metrics": "watch:metrics",
+    "gc": "channels:gc",
+    "doctor": "doctor:doctor",
+    "demo": "demo:demo",
+    "bench": "bench:bench",
+    "serve": "serve:serve",
+    "relay": "relay:relay",
+    "share": "share:share",
+    "checkpoint": "checkpoint:app",
+}
+"""Where each command is, by its name."""
+
+
+def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """The command line with these commands, whose modules are imported."""
+    app = typer.Typer(
+        name="shmtensor",
+        help="Move tensors between processes through shared memory: serve a model, look at channels, clean up, check "
+        "this machine.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",  # paragraphs are filled, and brackets stay
+    )
+    app.callback()(_main)
+    for name in names:
+        command = pkgutil.resolve_name(f"{__package__}.{COMMANDS[name]}")
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
+    return app
 
 
 def _version(wanted: bool) -> None:
@@ -37,7 +58,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _main(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
@@ -46,20 +66,11 @@ def _main(
     prepare_output()
 
 
-app.command()(ls)
-app.command()(top)
-app.command()(hz)
-app.command()(echo)
-app.command()(trace)
-app.command()(metrics)
-app.command()(gc)
-app.command()(doctor)
-app.command()(demo)
-app.command()(bench)
-app.command()(serve)
-app.command()(relay)
-app.command()(share)
-app.add_typer(checkpoint, name="checkpoint")
+def run() -> None:
+    """Run the command that this process was started with. Only its module is imported; all of them for the help."""
+    names = [name for name in sys.argv[1:2] if name in COMMANDS]
+    make_app(names or COMMANDS)(prog_name="shmtensor")
+
 
 if __name__ == "__main__":
-    app(prog_name="shmtensor")
+    run()

@@ -201,8 +201,8 @@ class SegmentServer:
         self._clients.clear()
         self._names.clear()
         self._locks.close()
-        if left:
-            log.info("%d segments are still in use: the processes that use them give them to the next server", left)
+        rest = f": {left} segments are still in use, and their processes give them to the next server" if left else ""
+        log.info("the segment server of %s has ended%s", self.directory, rest)
         return left
 
     def __enter__(self) -> SegmentServer:

@@ -264,6 +264,7 @@ class Relay(Local):
             channel.stop()
         for channel in self._channels:
             channel.close()
+            log.info("relay of channel %s has ended", channel.name)
         if self._session is not None:
             self._session.close()
         open_relays.discard(self)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import ResourceError
-from ..memory.segment import unlink
+from ..memory.segment import free_bytes, unlink
 from ..memory.words import store
 from ..options import format_bytes
 from .layout import L_RINGS, MAX_RING_BYTES, MAX_RINGS, MAX_SLOT_BYTES, RingShape, round_slot
@@ -24,7 +24,7 @@ class Sizing:
     """How many slots a ring gets: as many as fit into `nbytes` of data, from `least` to `most`. `slot`: the least size.
 
     If `least` and `most` differ, the caller did not set a number: then a ring also gets fewer slots if `max_bytes`
-    leaves no room for more.
+    or `/dev/shm` leaves no room for more.
     """
 
     most: int
@@ -119,7 +119,7 @@ class Pool:
         if self._holds(nbytes, self._sizing.share):
             return
         is_needed = not self._holds(nbytes, 1)
-        if is_needed or self.may_grow(nbytes):
+        if is_needed or (self.may_grow(nbytes) and self.shape(nbytes).nbytes <= free_bytes()):
             try:
                 self.add(nbytes)
             except ResourceError:
@@ -170,7 +170,8 @@ class Pool:
                 f"{what} would be more than {MAX_RINGS} rings or {self._sequences.mask} slots: pass slots= and "
                 "slot_bytes= for the largest message",
             )
-        remedy = f"pass fewer slots (slots={shape.slots}) or a smaller slot_bytes"
+        fewer = f"pass fewer slots (slots={shape.slots}) or a smaller slot_bytes"
+        remedy = fewer if self._sizing.is_exact else "send smaller messages"
         if _all(shape) > MAX_RING_BYTES:
             raise ResourceError(errno.ENOMEM, f"{what} needs {format_bytes(_all(shape))}: {remedy}")
         # crash: grow.before
@@ -209,6 +210,10 @@ class Pool:
             while slots > _ENOUGH and self._max_bytes is not None and of(slots).nbytes > self._max_bytes // 4:
                 slots -= 1
         while slots > self._fewest and self._max_bytes is not None and self.nbytes + of(slots).nbytes > self._max_bytes:
+            slots -= 1
+        free, together = free_bytes(), min(_LEAST_TOGETHER, sizing.share)
+        # other senders want a ring, too: no more than a quarter of what is free, or what is together at least
+        while slots > max(self._fewest, together - 1) and of(slots).nbytes > (free // 4 if slots > together else free):
             slots -= 1
         return of(slots)
 

@@ -253,7 +253,7 @@ def unanswered(requests: RequestSender, call: Call, lost: bool, unread: WireErro
 def late(requests: RequestSender, call: Call) -> TimedOut:
     """The error of a request that has expired."""
     if not requests.was_taken(call):
-        state = "no server took it"
+        state = "no server took it: none runs, or all are busy"
     elif requests.is_done(call):  # its lock may still be held
         state = "its server has just finished with it"
     elif requests.is_held(call):

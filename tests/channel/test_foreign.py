@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 import shmtensor
 from shmtensor.channel import control as ctl
 from shmtensor.channel.cleanup import foreign
-from shmtensor.cli.main import app
 from shmtensor.memory import segment as shm
 from shmtensor.memory import semaphores
 
+from ..commands import app
 from ..scenes import PAIRS, PATIENCE, files, own_shm, pair_of, play, refused, works
 from .test_users import OTHER, as_other, as_users_are, own_directory
 

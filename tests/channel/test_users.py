@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 import shmtensor
 from shmtensor.channel import cleanup
 from shmtensor.channel.names import socket_dir
-from shmtensor.cli.main import app
 
+from ..commands import app
 from ..scenes import PAIRS, PATIENCE, files, own_shm, pair_of, play, refused, works
 
 OTHER = 65534

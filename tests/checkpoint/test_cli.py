@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 from shmtensor import CheckpointError, CheckpointWriter, load_checkpoint
 from shmtensor.checkpoint import convert
 from shmtensor.checkpoint.formats import detect
-from shmtensor.cli.main import app
 from shmtensor.memory.locks import LockFile
 
+from ..commands import app
 from ..faults.interrupts import each_boundary
 from ..waiting import PATIENCE
 from .state_files import SUFFIX, same, save
@@ -36,8 +36,8 @@ def run_and_die(point, *arguments):
         from tests.faults import points
         points.install("shmtensor.checkpoint")
         points.arm({point!r}, "kill")
-        from shmtensor.cli.main import app
-        app({["checkpoint", *map(str, arguments)]!r})
+        from shmtensor.cli.main import make_app
+        make_app(["checkpoint"])({["checkpoint", *map(str, arguments)]!r})
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, timeout=PATIENCE)
     assert done.returncode == -9

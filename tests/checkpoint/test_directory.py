@@ -21,8 +21,8 @@ from shmtensor.checkpoint.formats import FORMATS
 from shmtensor.checkpoint.formats.safetensors import INDEX
 from shmtensor.checkpoint.load import check
 from shmtensor.checkpoint.opening import newest_first, open_path
-from shmtensor.cli.main import app
 
+from ..commands import app
 from .state_files import save
 
 PATIENCE = 120.0

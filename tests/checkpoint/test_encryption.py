@@ -30,9 +30,9 @@ from shmtensor.checkpoint.keys import KeyWrapper, MasterKey, Passphrase
 from shmtensor.checkpoint.load import load_arrays, load_checkpoint
 from shmtensor.checkpoint.opening import Opener
 from shmtensor.checkpoint.writer import CheckpointWriter
-from shmtensor.cli.main import app
 from shmtensor.memory.locks import LockFile
 
+from ..commands import app
 from ..faults.interrupts import each_boundary, stride
 from ..waiting import once, stop
 from .state_files import SUFFIX, mixed_state, same, save

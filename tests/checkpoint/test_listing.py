@@ -28,8 +28,8 @@ from shmtensor import (
 from shmtensor.checkpoint import index, listing, names, opening, process_handle
 from shmtensor.checkpoint.directory import Directory, Keep
 from shmtensor.checkpoint.index import Saved
-from shmtensor.cli.main import app
 
+from ..commands import app
 from .state_files import SUFFIX, save
 
 PATIENCE = 120.0

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from shmtensor import ArgumentError, CheckpointError, load_arrays, load_checkpoint, load_into
 from shmtensor.checkpoint.convert import convert
 from shmtensor.checkpoint.opening import open_path
-from shmtensor.cli.main import app
 
+from ..commands import app
 from .state_files import SUFFIX, same, training_state
 
 pytestmark = [

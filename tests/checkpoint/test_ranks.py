@@ -25,8 +25,8 @@ from shmtensor.checkpoint import index, names, opening, process_handle, ranks, r
 from shmtensor.checkpoint.directory import Keep
 from shmtensor.checkpoint.manifest import MANIFEST
 from shmtensor.checkpoint.writer import CheckpointWriter
-from shmtensor.cli.main import app
 
+from ..commands import app
 from ..conftest import descriptors
 from ..faults.interrupts import each_boundary, interrupted
 from ..scenes import ROOT, files
@@ -937,7 +937,6 @@ def test_all_die(tmp_path, point, single):
     )
     end = f"""
 from shmtensor.checkpoint.writer import CheckpointWriter
-from shmtensor.cli.main import app
 for w in writers: w.close()
 process_handle.LAUNCH = {die!r} + process_handle.LAUNCH
 writers = [CheckpointWriter(path, rank=rank, world_size=2) for rank in range(2)]

@@ -29,8 +29,8 @@ from shmtensor import (
 from shmtensor.checkpoint import names, remote
 from shmtensor.checkpoint.remote import Stopped
 from shmtensor.checkpoint.upload import Target, put_file
-from shmtensor.cli.main import app
 
+from ..commands import app
 from ..faults.interrupts import each_boundary, stride
 from ..scenes import ROOT
 from ..waiting import PATIENCE, wait_for_end, wait_until

@@ -45,8 +45,8 @@ from shmtensor.checkpoint.envelope import SUFFIX as ENCRYPTED
 from shmtensor.checkpoint.keys import MasterKey
 from shmtensor.checkpoint.opening import Opener, open_path
 from shmtensor.checkpoint.upload import put_file
-from shmtensor.cli.main import app
 
+from ..commands import app
 from ..waiting import PATIENCE, wait_until
 from . import servers
 from .servers import s3  # noqa: F401

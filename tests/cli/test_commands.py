@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -23,12 +24,12 @@ from typer.testing import CliRunner
 
 import shmtensor
 from shmtensor.cli import doctor
-from shmtensor.cli.main import app
 from shmtensor.cli.output import FAIL, Finding, prepare_output
 from shmtensor.errors import ResourceError
 from shmtensor.memory import placement, served
 from shmtensor.memory import segment as shm
 
+from ..commands import app
 from ..scenes import own_shm, play, unswept
 
 PATIENCE = 120.0
@@ -289,6 +290,29 @@ def gc_after_a_death() -> None:
 
 def test_ls_damaged_segments():
     play(ls_damaged_segments, mounts=(own_shm("size=64m"),))
+
+
+def look_for_channels_that_are_not_there() -> None:
+    def look() -> list[str]:
+        listed = CliRunner().invoke(app, ["ls", "frontt"])
+        assert listed.exit_code == 1
+        return [
+            " ".join(found.split()) for found in (listed.stderr, cli("top", "frontt", "--once").partition("held")[2])
+        ]
+
+    assert look() == ['error: there is no channel "frontt": there is no other either', "no channels"]
+    beginnings = ['error: there is no channel "frontt"', "no channel has such a name"]
+    with shmtensor.Publisher("front"), contextlib.ExitStack() as stack:
+        assert look() == [f"{it}: there is front" for it in beginnings]
+        names = [f"back{number}" for number in range(10)]
+        for name in names:
+            stack.enter_context(shmtensor.Publisher(name))
+        assert look() == [f"{it}: there are {', '.join(names)} and 1 more" for it in beginnings]
+
+
+@pytest.mark.slow
+def test_commands_name_the_channels_that_there_are():
+    play(look_for_channels_that_are_not_there, mounts=(own_shm("size=64m"),))
 
 
 def ls_damaged_segments() -> None:

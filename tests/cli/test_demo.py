@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from shmtensor.cli import demo as command
 from shmtensor.cli.demo import CORRUPT
-from shmtensor.cli.main import app
 
+from ..commands import app
 from ..waiting import wait_until
 
 COMMAND = [sys.executable, "-m", "shmtensor.cli.main", "demo", "--json"]

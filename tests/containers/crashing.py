@@ -11,9 +11,9 @@ def main() -> None:
     points.install()
     point, _, nth = sys.argv[1].partition(":")
     points.arm(point, "kill", int(nth or 1))
-    from shmtensor.cli.main import app
+    from shmtensor.cli.main import make_app
 
-    app(sys.argv[2:], prog_name="shmtensor")
+    make_app()(sys.argv[2:], prog_name="shmtensor")
 
 
 if __name__ == "__main__":

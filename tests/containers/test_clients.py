@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 
 import shmtensor
 from shmtensor.channel.names import parse_file
-from shmtensor.cli.main import app
 from shmtensor.memory import placement, segment, semaphores, served
 from shmtensor.memory.locks import LockFile, locked_bytes
 from shmtensor.memory.segment_server import SegmentServer
 from shmtensor.memory.served import ID_END, Served
 
+from ..commands import app
 from ..faults.interrupts import each_boundary
 from ..waiting import PATIENCE, wait_until
 from .container import Member, Refused, names, nothing_left

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from shmtensor.cli.main import app
+from shmtensor.cli.main import make_app
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "command-line.md"
 HEAD = """# Command line
@@ -23,7 +23,7 @@ HEAD = """# Command line
 
 
 def page() -> str:
-    group: Any = typer.main.get_command(app)
+    group: Any = typer.main.get_command(make_app())
     parts = [HEAD]
     for name, command in group.commands.items():
         parts.append(_section(f"shmtensor {name}", command, "##"))

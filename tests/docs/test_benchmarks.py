@@ -55,8 +55,8 @@ from benchmarks.workloads import (
     saving,
     throughput,
 )
-from shmtensor.cli import main as cli
 
+from ..commands import app as commands
 from ..forkservers import preloaded
 from ..spawned import fail, hang, meet_and_return
 
@@ -727,7 +727,7 @@ def test_the_hot_path_has_not_grown(pure):
 
 @pytest.mark.slow
 def test_bench_measures_all_three(monkeypatch):
-    result = CliRunner().invoke(cli.app, ["bench", "--size", "64KiB", "--seconds", "0.05", "--json"])
+    result = CliRunner().invoke(commands, ["bench", "--size", "64KiB", "--seconds", "0.05", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["tensor_bytes"] == 64 << 10
@@ -741,6 +741,6 @@ def test_bench_measures_all_three(monkeypatch):
 
 @pytest.mark.parametrize("size", ["nonsense", "0"])
 def test_bench_refuses_a_size(size):
-    result = CliRunner().invoke(cli.app, ["bench", "--size", size])
+    result = CliRunner().invoke(commands, ["bench", "--size", size])
     assert result.exit_code == 2
     assert "--size" in result.stderr

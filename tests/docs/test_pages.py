@@ -162,9 +162,9 @@ def test_readme_has_exactly_two_commands():
 
 
 def commands() -> dict:
-    from shmtensor.cli.main import app
+    from shmtensor.cli.main import make_app
 
-    return typer.main.get_command(app).commands
+    return typer.main.get_command(make_app()).commands
 
 
 def test_readme_names_every_command():

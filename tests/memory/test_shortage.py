@@ -12,14 +12,16 @@ import os
 import re
 import resource
 import shutil
+import tempfile
+import threading
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import shmtensor
-from shmtensor.cli.main import app
 
+from ..commands import app
 from ..scenes import PAIRS, PATIENCE, come_and_go, files, is_refused, own_shm, pair_of, play, refused, works
 
 SMALL = own_shm("size=2m")
@@ -55,6 +57,69 @@ def ring_too_large(names) -> None:
     assert files() == before
     works(names, tx)
     assert not files()
+
+
+def defaults_in_64_mb() -> None:
+    """What Docker gives to a container. A frame of 6 MiB goes through everything, with default arguments."""
+    frame = np.arange(6 << 20, dtype=np.uint8)
+
+    def arrives(message) -> None:
+        with message:
+            assert np.array_equal(message.value, frame)
+
+    for names in PAIRS:
+        with contextlib.ExitStack() as stack:
+            pairs = []
+            for channel in ("a", "b", "c"):  # three of them beside each other
+                tx, rx = (getattr(shmtensor, name)(channel) for name in names)
+                pairs.append((stack.enter_context(tx), stack.enter_context(rx)))
+            for _ in range(20):
+                for tx, rx in pairs:
+                    tx.send(frame, timeout=PATIENCE)
+                    arrives(rx.recv(timeout=PATIENCE))
+            slots = [tx.statistics().slots for tx, _ in pairs]
+            assert slots[0] == 3
+            assert min(slots) >= 2
+    with shmtensor.Server("m") as server, shmtensor.Client("m") as one, shmtensor.Client("m") as other:
+        thread = threading.Thread(target=server.run, args=(lambda value: value,))
+        thread.start()
+        for client in (one, other) * 5:
+            assert np.array_equal(client.request(frame, timeout=PATIENCE), frame)
+        server.stop()
+        thread.join(PATIENCE)
+    queue = shmtensor.Queue()
+    for _ in range(20):
+        queue.put(frame)
+        assert np.array_equal(queue.get(timeout=PATIENCE), frame)
+    queue.close()
+    with tempfile.TemporaryDirectory() as folder, shmtensor.CheckpointWriter(folder) as writer:
+        for step in range(3):
+            writer.save({"frame": frame, "step": step}).durable.result(PATIENCE)
+    with shmtensor.Publisher("a") as pub:
+        held = np.zeros(40 << 20, np.uint8)
+        refused(
+            lambda: pub.send(held), errno.ENOSPC, r"needs 80\.0 MiB, .*: send smaller messages, or give .*--shm-size"
+        )
+
+
+def test_defaults_in_the_dev_shm_of_a_container():
+    play(defaults_in_64_mb, mounts=(own_shm("size=64m"),))
+
+
+def what_does_not_fit_is_sent_from_a_smaller_ring() -> None:
+    """A ring with larger slots would be better, but there is no room for it."""
+    with shmtensor.Producer("a") as tx, shmtensor.Consumer("a") as rx:
+        tx.send(np.zeros(6 << 20, np.uint8))
+        rx.recv(timeout=PATIENCE).release()
+        with all_taken_but(8 << 20):
+            for _ in range(4):
+                tx.send(np.zeros(7 << 20, np.uint8), timeout=PATIENCE)
+                rx.recv(timeout=PATIENCE).release()
+            assert tx.statistics().rings == 1
+
+
+def test_a_message_for_which_no_ring_has_room():
+    play(what_does_not_fit_is_sent_from_a_smaller_ring, mounts=(own_shm("size=64m"),))
 
 
 def growing(names) -> None:

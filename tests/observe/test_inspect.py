@@ -23,11 +23,11 @@ from typer.testing import CliRunner
 import shmtensor
 from shmtensor.channel import inspect as looking
 from shmtensor.channel import processes, published, reads
-from shmtensor.cli import ls
-from shmtensor.cli.main import app
+from shmtensor.cli import channels
 from shmtensor.endpoints.sender import holders_text
 from shmtensor.memory import segment as shm
 
+from ..commands import app
 from ..conftest import descriptors
 from ..implementations import once
 from ..scenes import Fellow, unswept
@@ -107,7 +107,7 @@ def test_the_process_of_a_member(channel):
 def test_a_label_that_a_relay_made_of_none_begins_with_no_blank(channel):
     with shmtensor.Publisher(channel, label=" via 0123abcd"):
         (member,) = seen(channel).members
-        assert ls.program(member) == f"{member.process} via 0123abcd"
+        assert channels.program(member) == f"{member.process} via 0123abcd"
 
 
 def test_the_label_of_a_member(channel):

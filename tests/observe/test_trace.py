@@ -19,13 +19,13 @@ from typer.testing import CliRunner
 
 import shmtensor
 from shmtensor.channel import membership
-from shmtensor.cli import trace as command
-from shmtensor.cli.main import app
+from shmtensor.cli import watch
 from shmtensor.memory.words import store
 from shmtensor.observe import trace
 from shmtensor.observe.trace import Tracer, every_that_fits
 from shmtensor.ring import events as ev
 
+from ..commands import app
 from ..conftest import shared_files
 from ..implementations import once, only
 from ..scenes import Fellow
@@ -469,7 +469,7 @@ def test_a_signal_while_it_waits_for_the_channel_leaves_no_file(channel, number,
 
 @once("no endpoint")
 def test_the_first_control_c_interrupts_nothing():
-    with pytest.raises(KeyboardInterrupt), command.until_second_interrupt() as interrupted:
+    with pytest.raises(KeyboardInterrupt), watch.until_second_interrupt() as interrupted:
         signal.raise_signal(signal.SIGINT)
         assert interrupted == [signal.SIGINT]
         signal.raise_signal(signal.SIGINT)

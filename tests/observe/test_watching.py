@@ -29,8 +29,7 @@ from shmtensor.channel import inspect as looking
 from shmtensor.channel.control import LOCK
 from shmtensor.channel.inspect import Inspector
 from shmtensor.channel.processes import name_of
-from shmtensor.cli import output, terminal, watch
-from shmtensor.cli.main import app
+from shmtensor.cli import output, top, watch
 from shmtensor.codec.implementation import encode
 from shmtensor.codec.outline import Outline, as_json, as_text
 from shmtensor.errors import ResourceError
@@ -39,6 +38,7 @@ from shmtensor.observe import messages as reading
 from shmtensor.observe.messages import Messages
 from shmtensor.observe.rates import Rates
 
+from ..commands import app
 from ..implementations import once
 from ..scenes import Fellow, unswept
 from ..waiting import PATIENCE, wait_until
@@ -167,7 +167,7 @@ def test_top_cuts_what_matters_least(channel, width):
         shmtensor.Subscriber(fans, group="detectors") as one, shmtensor.Subscriber(fans, delivery="latest"),
         shmtensor.Producer(jobs) as tx, shmtensor.Consumer(jobs) as rx,
     ):  # fmt: skip
-        view = watch.View(lambda name: name in (fans, jobs), watch.Order.NAME)
+        view = top.View(lambda name: name in (fans, jobs), top.Order.NAME)
         view.read()
         for _ in range(3):
             pub.send(np.zeros(100))
@@ -180,7 +180,7 @@ def test_top_cuts_what_matters_least(channel, width):
                 receiver.recv(timeout=PATIENCE).release()
     channels = [dataclasses.replace(it, members=tuple(map(alike, it.members))) for it in look.channels]
     look = dataclasses.replace(look, channels=channels)
-    found = [line.plain for line in watch.lines(look, width)]
+    found = [line.plain for line in top.lines(look, width)]
     assert max(map(cell_len, found)) <= width
     sender, receiver, member, latest = found[2:6]
     assert sender.startswith(" > 3139200 cam.py left camera ")
@@ -193,7 +193,7 @@ def test_top_cuts_what_matters_least(channel, width):
     assert (depth, how, number, unit) == ("3", "waiting", "3.0", "KiB")
     waiting = dataclasses.replace(look.channels[1].holdings[0], messages=2)
     other = dataclasses.replace(look.channels[1], holdings=(waiting,))
-    shown = watch.lines(dataclasses.replace(look, channels=[other]), width)[1].plain
+    shown = top.lines(dataclasses.replace(look, channels=[other]), width)[1].plain
     assert " 2 waiting " in shown  # the number in the row is another
 
 
@@ -256,20 +256,20 @@ def test_what_members_have_counted_is_shown(channel):
 
 @pytest.mark.slow
 def test_who_is_killed_is_marked_and_then_gone(channel):
-    view = watch.View(only(channel), watch.Order.NAME)
+    view = top.View(only(channel), top.Order.NAME)
     with shmtensor.Publisher(channel, slots=4) as pub:
         fellow = Fellow(HOLDER, channel)
         fellow.listen("joined")
         pub.send(np.zeros(100))
         fellow.listen("taken")
-        shown = "\n".join(line.plain for line in watch.lines(view.read(), 140))
+        shown = "\n".join(line.plain for line in top.lines(view.read(), 140))
         assert f"{fellow.process.pid} {name_of(os.getpid())}" in shown
         with unswept(channel):
             fellow.kill()
-            shown = "\n".join(line.plain for line in watch.lines(view.read(), 140))
+            shown = "\n".join(line.plain for line in top.lines(view.read(), 140))
             assert f"{fellow.process.pid} dead {name_of(os.getpid())}" in shown
             reading = view.read()
-            shown = "\n".join(line.plain for line in watch.lines(reading, 140))
+            shown = "\n".join(line.plain for line in top.lines(reading, 140))
             assert str(fellow.process.pid) not in shown
             assert "leased" not in shown
             assert len(reading.channels[0].members) == 1
@@ -302,7 +302,7 @@ def test_a_death_does_not_wait_for_the_next_reading(channel):
 BLIND = """
 import os, sys
 from shmtensor.channel.processes import UNKNOWN, Processes
-from shmtensor.cli.main import app
+from shmtensor.cli.main import run
 from shmtensor.observe.rates import Ends
 
 def watch(self, channels, watch=Ends.watch):
@@ -317,7 +317,7 @@ if sys.argv.pop(1) == "processes":
     Processes.find = lambda self, *_: UNKNOWN
 else:
     os.pidfd_open = refuse
-app(prog_name="shmtensor")
+run()
 """
 
 
@@ -325,7 +325,7 @@ app(prog_name="shmtensor")
 @pytest.mark.parametrize("missing", ["processes", "descriptors"])
 def test_deaths_of_processes_that_cannot_be_watched(channel, missing):
     """Those of another pid namespace, or more than may be watched: they are looked for, and nothing else is shown."""
-    assert watch._LOOK_S + watch._MARKED_S < 1
+    assert top._LOOK_S + top._MARKED_S < 1
     with shmtensor.Publisher(channel, slots=4):
         fellow = Fellow(HOLDER, channel)
         fellow.listen("joined")
@@ -361,22 +361,22 @@ def wait_until_watched(pid: int) -> None:
 def test_how_long_a_message_has_been_held_is_seen_from_the_first_look_on(channel, monkeypatch):
     """A worker that hangs can be told from one that has just taken an old message."""
     clock = [1000.0]
-    for module in (looking, watch):
+    for module in (looking, top):
         fake = SimpleNamespace(monotonic=lambda: clock[0], monotonic_ns=time.monotonic_ns, time=time.time)
         monkeypatch.setattr(module, "time", fake)
     with shmtensor.Producer(channel, slots=4) as tx, shmtensor.Consumer(channel) as rx:
         tx.send(b"1")
         tx.send(b"2")
-        view = watch.View(only(channel), watch.Order.NAME)
+        view = top.View(only(channel), top.Order.NAME)
         message = rx.recv(timeout=PATIENCE)
 
         def look() -> tuple[list[tuple[int, float]], str]:
             shown = view.read()
             (found,) = shown.channels
-            (members,) = [it["members"] for it in watch.as_dict(shown)["channels"]]
+            (members,) = [it["members"] for it in top.as_dict(shown)["channels"]]
             times = [it["held"] for member in members for it in member["holds"]]
             assert times == [it.held for it in found.holdings if it.how == "claimed"]
-            return times, "\n".join(line.plain for line in watch.lines(shown, 140))
+            return times, "\n".join(line.plain for line in top.lines(shown, 140))
 
         assert look()[0] == [0.0]
         clock[0] += 5
@@ -852,7 +852,7 @@ def test_keys_of_top(channel):
 @pytest.mark.slow
 @once("text")
 def test_top_without_keys(channel):
-    """Where stdin is no terminal."""
+    """Where stdin is no top."""
     with contextlib.ExitStack() as stack:
         for _ in range(4):
             stack.enter_context(shmtensor.Publisher(channel))
@@ -869,11 +869,11 @@ def test_the_mode_of_the_terminal_after_an_error(monkeypatch):
         mode = termios.tcgetattr(stream)
         monkeypatch.setattr(sys, "stdin", stream)
         monkeypatch.setattr(sys, "stdout", stream)
-        with pytest.raises(ZeroDivisionError), terminal.keys_at_once() as fd:
+        with pytest.raises(ZeroDivisionError), top.keys_at_once() as fd:
             assert fd == stream.fileno()
             assert not termios.tcgetattr(fd)[3] & termios.ICANON
             typing.write(b"zq\x1b[6~\x1b[1;5C")
-            assert terminal.read_keys(fd) == [terminal.Key.QUIT, terminal.Key.PAGE_DOWN]
+            assert top.read_keys(fd) == [top.Key.QUIT, top.Key.PAGE_DOWN]
             raise ZeroDivisionError
         assert termios.tcgetattr(stream) == mode
 

@@ -42,7 +42,7 @@ ALLOWED = {
     "cli/demo.py:Processes._stop": NO_INTERRUPT,
     "cli/demo.py:_make_sender.<locals>.play": ENDS,
     "cli/relay.py:relay": NO_INTERRUPT,
-    "cli/trace.py:_record": NO_INTERRUPT,
+    "cli/watch.py:_record": NO_INTERRUPT,
     "cuda/keeper.py:release_finished": LIBRARY,
     "memory/served.py:Served._follow_servers": LIBRARY,
     "relay/far_requests.py:FarService._claim": LIBRARY,

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from shmtensor.cli.main import COMMANDS
+
 from ..faults import points
 from ..waiting import PATIENCE
 
@@ -196,7 +198,26 @@ def test_importing_imports_no_torch():
 
 
 def test_the_command_line_imports_no_torch():
-    assert run_isolated("import shmtensor.cli.main, sys; print('torch' in sys.modules)") == "False"
+    source = "from shmtensor.cli.main import make_app; import sys; make_app(); print('torch' in sys.modules)"
+    assert run_isolated(source) == "False"
+
+
+@pytest.mark.parametrize(("arguments", "modules"), [("gc", {"channels"}), ("top", {"channels", "top"}), ("", None)])
+def test_a_command_imports_its_own_module(arguments, modules):
+    source = f"""
+import contextlib, sys
+from shmtensor.cli.main import COMMANDS, run
+
+sys.argv = ["shmtensor", *{arguments.split()}, "--help"]
+with contextlib.suppress(SystemExit):
+    run()
+of_commands = {{where.partition(":")[0] for where in COMMANDS.values()}}
+print(*(name for name in of_commands if f"shmtensor.cli.{{name}}" in sys.modules))
+"""
+    found = set(run_isolated(source).splitlines()[-1].split())
+    if modules is None:  # the help of the whole
+        modules = {where.partition(":")[0] for where in COMMANDS.values()}
+    assert found == modules
 
 
 def test_who_uses_no_segment_server_pays_nothing_for_it():

@@ -262,11 +262,11 @@ def test_a_tensor_that_arrives_without_torch_names_the_extra(channel):
 def test_commands_that_need_torch_name_the_extra():
     source = """
 import contextlib
-from shmtensor.cli.main import app
+from shmtensor.cli.main import make_app
 from shmtensor.cli import doctor
 
 with contextlib.suppress(SystemExit):
-    app(["bench", "--seconds", "0.01"])
+    make_app(["bench"])(["bench", "--seconds", "0.01"])
 (finding,) = doctor.torch()
 print(finding.status, finding.value, finding.meaning, sep=": ")
 """

@@ -48,6 +48,8 @@ def test_both_ends(channel, by):
         assert [it.returncode for it in ends] == [0, 0]
         near, far = said
         assert re.search(r"INFO relay of channel \S+ is connected", near[1])
+        assert near[1].splitlines()[-1].endswith(f"INFO relay of channel {channel} has ended")
+        assert far[1].splitlines()[-1].endswith(f"INFO relay of channel {far_name} has ended")
         assert "ERROR" not in near[1] + far[1]
         assert near[0] == far[0] == ""
 

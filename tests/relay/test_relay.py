@@ -1608,7 +1608,7 @@ def test_a_channel_in_device_memory_ends_its_relay(channel, standin, caplog):
 def test_without_zenoh(channel):
     """Importing imports no Zenoh; the error says what to install."""
     done = subprocess.run(
-        [sys.executable, "-c", "import shmtensor, sys; assert 'zenoh' not in sys.modules; import shmtensor.cli.main; "
+        [sys.executable, "-c", "import shmtensor, sys; assert 'zenoh' not in sys.modules; import tests.commands; "
          "assert 'zenoh' not in sys.modules"],
         capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip

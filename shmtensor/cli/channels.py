@@ -1,4 +1,5 @@
-"""`shmtensor ls`: the members of each channel, and the messages that they hold."""
+"""`shmtensor ls`: the members of each channel, and the messages that they hold. `shmtensor gc`: remove what dead
+processes left behind."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import functools
 import os
 import pwd
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -16,9 +18,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ..channel.cleanup import Foreign, foreign
+from ..channel import cleanup
+from ..channel.cleanup import Foreign, Leftover, foreign
 from ..channel.info import ChannelInfo, HeldMessage, Holding, MemberInfo
-from ..channel.inspect import COUNTERS, Inspector
+from ..channel.inspect import COUNTERS, Inspector, view_of
 from ..channel.names import check_channel, parse_file, socket_dir
 from ..errors import ResourceError, ShmTensorError
 from ..options import format_bytes
@@ -29,6 +32,8 @@ _GAP = 3
 """Columns between two of a table."""
 _LEAST = 8
 """Columns that are left of one that is cut."""
+_NAMED = 10
+"""Most channels that an error names."""
 _FOREIGN_MOST = 20
 """Most lines about files that are not the library's."""
 
@@ -67,8 +72,16 @@ def ls(
         if len(others) > _FOREIGN_MOST:
             out.print(f"[yellow]not ours:[/] {len(others) - _FOREIGN_MOST} more, see --json")
     if pattern is not None and not views:
-        why = "what lies under its name is not the library's" if others else "see `shmtensor ls`"
+        why = "what lies under its name is not the library's" if others else f"there {listed(cleanup.channels())}"
         raise fail(f'there is no channel "{pattern}": {why}')
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names of channels in a sentence."""
+    if not names:
+        return "is no other either"
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{'is' if len(names) == 1 else 'are'} {', '.join(names[:_NAMED])}{more}"
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -295,3 +308,75 @@ def holder_name(it: Holding) -> str:
         return (f"group {it.group}: " if it.group else "") + _WITHOUT_HOLDER[it.how]
     who = f"pid {it.pid}" if it.pid else "a process out of sight"
     return who if it.alive else f"{who} [red](dead: freed when the sender needs it)[/]"
+
+
+PATIENCE = 2.0
+"""Seconds to wait for a channel's lock."""
+
+
+@guarded
+def gc(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Remove segments, semaphores and sockets whose owners are dead. What the living need is never touched.
+
+    A checkpoint that only shared memory has, as its trainer and its writing process died before it was on disk, goes as
+    well: load it first (load_newest).
+
+    Exit code 1 if a segment server has not answered, and so something is left that is nobody's: run gc again.
+    """
+    gone = cleanup.sweep_all(socket_dir(), dry_run=dry_run, patience=PATIENCE)
+    unanswered = [leftover for leftover in gone if leftover.is_unanswered]
+    stuck = [leftover for leftover in gone if not (dry_run or leftover.is_unanswered) and leftover.is_left]
+    removed = [leftover for leftover in gone if leftover not in (*unanswered, *stuck)]
+    left = [] if unanswered else _left({leftover.path for leftover in gone})
+    if as_json:
+        print_json(
+            {
+                "dry_run": dry_run,
+                "removed": [{"channel": it.channel or None, "path": it.path, "bytes": it.nbytes} for it in removed],
+                "bytes": sum(it.nbytes for it in removed),
+                "failed": [it.path for it in (*unanswered, *stuck)],
+                "left": [{"channel": view.name, "bytes": view.nbytes, "why": why(view)} for view in left],
+            }
+        )
+    else:
+        _show_removed(removed, unanswered, stuck, left, dry_run)
+    if unanswered:
+        raise typer.Exit(1)
+
+
+def _left(gone: set[str]) -> list[ChannelInfo]:
+    views = [view_of(name) for name in cleanup.channels()]
+    return [view for view in views if set(view.files) - gone]
+
+
+def why(view: ChannelInfo) -> str:
+    """Why a channel was not removed."""
+    if view.owner not in (os.geteuid(), -1):
+        return f"belongs to user {user_name(view.owner)}"
+    if view.living:
+        pids = ", ".join(str(pid) for pid in sorted({member.pid for member in view.members if member.alive}))
+        return f"in use by {view.living} living members (pid {pids})"
+    if view.locked:
+        return f"its lock was held for over {PATIENCE:g} s: a process is stopped in the middle of a change"
+    return view.notes[0] if view.notes else "it changed meanwhile: run gc again"
+
+
+def _show_removed(
+    removed: list[Leftover], unanswered: list[Leftover], stuck: list[Leftover], left: list[ChannelInfo], dry_run: bool
+) -> None:
+    out = console()
+    verb = "would remove" if dry_run else "removed"
+    for leftover in removed:
+        out.print(f"{verb} {escape(leftover.path)}  {format_bytes(leftover.nbytes)}", soft_wrap=True)
+    for leftover in unanswered:
+        why_not = "the segment server has not answered: run gc again"
+        out.print(f"[yellow]could not remove[/] {escape(leftover.path)}: {why_not}", soft_wrap=True)
+    for leftover in stuck:
+        out.print(f"[yellow]could not remove[/] {escape(leftover.path)}: another user's?", soft_wrap=True)
+    for view in left:
+        out.print(f"left {view.name}  {format_bytes(view.nbytes)}: {escape(why(view))}", soft_wrap=True)
+    count = "nothing" if not removed else f"{len(removed)} files, {format_bytes(sum(it.nbytes for it in removed))}"
+    out.print(f"{verb} {count}")
