@@ -282,7 +282,12 @@ class Sender(Endpoint):
         """
         if self._state:
             self._refuse()
-        sent = self._writer.send(value, meta, self._spin.burst_ns if timeout is None or timeout else 0)
+        patience = self._spin.burst_ns
+        if timeout is not None:
+            if type(timeout) is not float or not timeout >= 0:
+                check_timeout(timeout)
+            patience = patience if timeout else 0
+        sent = self._writer.send(value, meta, patience)
         if type(sent) is int:
             return sent if sent > 0 else self._wake_late(-sent)
         return self._run_within(timeout, self._too_late, self._put, sent)  # type: ignore[no-any-return]
