@@ -1302,7 +1302,7 @@ def test_replies_without_room_wait_once_till_there_is_room(channel, monkeypatch)
         assert error.type_name == "NoRoom"
         assert "copy what you keep" in str(error)
         first, *others = waited
-        assert 0 < first <= 0.01
+        assert first > 0
         assert others == [0]
         assert ask().exception(PATIENCE).type_name == "NoRoom"
         assert waited == [0, 0]
