@@ -208,7 +208,7 @@ class RequestSender(Posting, Producer):
     @property
     def window(self) -> int:
         """How many requests may be in flight at once."""
-        return min(self._sizing.most, self._pool.slots) if self._rings else self._sizing.most
+        return min(self._sizing.most, self._pool.slots or self._sizing.most)  # read once: a thread may close meanwhile
 
     @property
     def uid(self) -> int:
