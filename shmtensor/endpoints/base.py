@@ -63,6 +63,8 @@ class SenderTraits(Traits):
     """Of rings for which the caller chose no number of slots."""
     pool: type[Pool] = Pool
     """Decides how many slots of which size a ring gets."""
+    entries: int = 1024
+    """Least size of its sequence table, which is the most slots; `full="grow"` and `slots=` ask for more."""
     widest: int = 0
     """See `make_writer`."""
     carries_context: bool = False
@@ -74,8 +76,8 @@ class SenderTraits(Traits):
         'receive faster, release messages, or pass slots=, timeout={grow} or full="drop"'
     )
     """What is said of a message for which there is no slot, with the sender as `{0}`; `{there}`: all that receive, of
-    which some may hold nothing; `{grown}`: what keeps one with `full="grow"` from adding a ring; `{grow}`: that option
-    as a remedy for others."""
+    which some may hold nothing; `{grown}`: what keeps one with `full="grow"` from adding a ring, `{limit}` in short;
+    `{grow}`: that option as a remedy for others."""
     full_alone: str = (
         'channel "{0.name}": no room for {nbytes} in {slots} slots, and nobody receives there{grown}: start a '
         'receiver, or pass slots=, timeout={grow} or full="drop"'

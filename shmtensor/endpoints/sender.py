@@ -223,7 +223,8 @@ class Sender(Endpoint):
 
     def _prepare(self, member: Member) -> None:
         self._member = member
-        order = max(1 << 16 if self._full == "grow" else 1024, 1 << (4 * self._sizing.most - 1).bit_length())
+        least = 1 << 16 if self._full == "grow" else self._traits.entries
+        order = max(least, 1 << (4 * self._sizing.most - 1).bit_length())
         name = sequence_table_name(member.channel, member.uid)
         self._sequences = SequenceTable.create(
             name, member.uid, capacity=member.control.capacity, order_size=order, history=self._history,
@@ -281,7 +282,12 @@ class Sender(Endpoint):
         """
         if self._state:
             self._refuse()
-        sent = self._writer.send(value, meta, self._spin.burst_ns if timeout is None or timeout else 0)
+        patience = self._spin.burst_ns
+        if timeout is not None:
+            if type(timeout) is not float or not timeout >= 0:
+                check_timeout(timeout)
+            patience = patience if timeout else 0
+        sent = self._writer.send(value, meta, patience)
         if type(sent) is int:
             return sent if sent > 0 else self._wake_late(-sent)
         return self._run_within(timeout, self._too_late, self._put, sent)  # type: ignore[no-any-return]
@@ -544,12 +550,12 @@ class Sender(Endpoint):
         """What errors and the log say while there is no slot for a message of so many bytes."""
         there = ", ".join(dict.fromkeys(f"pid {peer.entry.pid}" for peer in self._recipients.listeners))
         text = self._traits.full if there else self._traits.full_alone
-        grow, grown = ' or full="grow"', ""
+        grow, grown, limit = ' or full="grow"', "", ""
         if self._full == "grow":
             limit = self._pool.limit(max(1, nbytes))
             grow, grown = "", f', full="grow" has reached {limit}' if limit else ""
         return text.format(
-            self, nbytes=format_bytes(nbytes), slots=self._pool.slots, there=there, grow=grow, grown=grown
+            self, nbytes=format_bytes(nbytes), slots=self._pool.slots, there=there, grow=grow, grown=grown, limit=limit
         )
 
     # --- waiting

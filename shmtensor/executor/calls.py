@@ -12,11 +12,14 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
+from concurrent.futures import process as standard
 from concurrent.futures._base import CANCELLED_AND_NOTIFIED, LOGGER, PENDING
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from ..mp.direct import DirectConsumer, DirectProducer, MessageRef, inline, unfold, value_of
 from ..mp.pickling import Transfer, Transfers, loads, nbytes_of
@@ -399,6 +402,18 @@ def _renew(reference: weakref.WeakMethod[Callable[[], None]], retries: Retries) 
         retries.fail()
 
 
+def _rebuilt(described: tuple[str, bytes, list[Any]]) -> BaseException:
+    """The exception that a call raised, with its traceback as its cause. Raises what unpickling it raises, likewise."""
+    trace, stream, leaves = described
+    cause = standard._RemoteTraceback(trace)  # type: ignore[arg-type]  # it is text
+    try:
+        error: BaseException = loads([np.frombuffer(stream, np.uint8), *leaves])
+        error.__cause__ = cause
+        return error
+    except BaseException as failure:
+        raise failure from cause
+
+
 def end_attempt(retries: Retries, attempt: Attempt, sent: Packed | Raised | None, error: BaseException | None) -> None:
     """End an attempt's task, unless it is retried. Runs in the management thread."""
     channels, task = attempt.channels, attempt.task
@@ -417,6 +432,8 @@ def end_attempt(retries: Retries, attempt: Attempt, sent: Packed | Raised | None
     retries.finished()
     try:
         value, transfer = channels.open(sent)
+        if isinstance(sent, Raised):
+            value = _rebuilt(value)
     except BaseException as failure:
         task.fail(failure)
         return

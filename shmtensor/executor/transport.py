@@ -291,7 +291,7 @@ class ResultSocket(_SocketPair):
         self._sender = _End(state["_sender"].detach())
 
     def put(self, item: Any) -> None:
-        """Send a result. Raises what pickling an exception raises."""
+        """Send a result."""
         if self._receiver is not None:  # a forked worker: only the parent keeps this end open
             self._receiver.close()
             self._receiver = None

@@ -12,7 +12,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import process as standard
 from multiprocessing import connection, util
+from pickle import PicklingError
 from typing import Any, Final, NamedTuple
 
 from ..errors import ClosedError, ShmTensorError
@@ -29,13 +31,17 @@ KEPT_MOST: Final = 64 << 20
 """Freed memory [bytes] that a worker keeps for its next call."""
 
 _LOOK: Final = 0.5
+_MOST_TEXT: Final = 8 << 10  # characters of a traceback that need no slot
 
 Packed = bytes | MessageRef
 """A pickled value in a socket message: its bytes, or the slot that has it."""
 
 
 class Raised(NamedTuple):
-    """The exception that a call raised."""
+    """The exception that a call raised: the text of its traceback, the exception's own stream, and its leaves.
+
+    The text is no part of that stream, so that it arrives whatever becomes of the exception.
+    """
 
     packed: Packed
 
@@ -84,9 +90,18 @@ def run(packed: Packed) -> Packed:
         _worker.busy = False
 
 
-def pack(error: BaseException) -> Packed:
-    """Pack the exception that a call raised."""
-    return _worker.pack(error, "an exception")
+def pack(raised: Any) -> Packed:
+    """Pack the exception that a call raised, which the standard worker loop describes; or why it cannot be sent."""
+    try:
+        return _worker.pack_error(raised.exc, raised.tb)
+    except Exception as failure:
+        failure.__cause__ = standard._RemoteTraceback(raised.tb)
+        described: Any = standard._ExceptionWithTraceback(failure, failure.__traceback__)  # type: ignore[arg-type]
+        try:
+            return _worker.pack_error(failure, described.tb)
+        except Exception:  # in its turn
+            text = f"{type(failure).__name__} at the exception of a call"
+            return _worker.pack_error(PicklingError(text), described.tb[-_MOST_TEXT:])
 
 
 def named(packed: Packed) -> Packed:
@@ -126,6 +141,12 @@ class Worker:
         finally:
             message.release()  # done; its slot comes back when the last view of the arguments dies
             # crash: call.done
+
+    def pack_error(self, error: BaseException, trace: str) -> Packed:
+        """Pickle an exception, and the text of its traceback beside it: see `Raised`."""
+        stream, *leaves = dumps(error)
+        pieces = stream if type(stream) is list else [stream]
+        return self.pack((trace, b"".join(pieces), leaves), "an exception")
 
     def pack(self, result: object, what: str) -> Packed:
         """Pickle a result, and put it into a slot unless it is small."""

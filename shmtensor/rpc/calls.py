@@ -234,7 +234,9 @@ def unanswered(requests: RequestSender, call: Call, lost: bool, unread: WireErro
         return RemoteError("Unanswered", what + "the server dropped this request without an answer")
     if code == NO_ROOM:
         return RemoteError(
-            "NoRoom", what + "the server found no room for the reply: drop earlier replies, or give it more"
+            "NoRoom",
+            what + "the server found no room for the reply beside those that this client keeps: copy what you keep and "
+            "drop the replies, or give the server more (max_bytes=, slots=, /dev/shm); its log has the numbers",
         )
     if not code and unread is not None:
         return unread

@@ -19,8 +19,10 @@ docs/internals/protocols.md, section 8, says why nothing else is needed.
 from __future__ import annotations
 
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ..channel import control as ctl
@@ -34,7 +36,19 @@ from ..endpoints.spinning import Spin
 from ..endpoints.workqueue import Consumer, Producer
 from ..errors import ArgumentError, ClosedError
 from ..memory.words import store
-from ..ring.layout import ATTEMPT, CLAIMED, DONE, FAN_OUT, NOTE, RELEASED, SERVICE, VERDICT, WORK_QUEUE, state_word
+from ..ring.layout import (
+    ATTEMPT,
+    CLAIMED,
+    DONE,
+    FAN_OUT,
+    NOTE,
+    RELEASED,
+    SERVICE,
+    VERDICT,
+    WORK_QUEUE,
+    RingShape,
+    state_word,
+)
 from ..ring.pool import Pool, Sizing
 from ..ring.reader import Reader
 from ..ring.writer import Registration, SlotRange
@@ -57,6 +71,9 @@ FAILED: Final = "error"
 
 FOREVER: Final = 1e9
 """Seconds (32 years) from which on a time-out is no limit: more fits neither a deadline's word nor a lock's wait."""
+
+ROOM_S: Final = 1.0
+"""Seconds that replies to a client wait for it to release others, where it may have no more memory."""
 
 BUDGET: Final = 256 << 20
 """Bytes of a ring of requests or replies for which no `slots=` was given; it has at least 2 slots."""
@@ -191,7 +208,7 @@ class RequestSender(Posting, Producer):
     @property
     def window(self) -> int:
         """How many requests may be in flight at once."""
-        return min(self._sizing.most, self._pool.slots) if self._rings else self._sizing.most
+        return min(self._sizing.most, self._pool.slots or self._sizing.most)  # read once: a thread may close meanwhile
 
     @property
     def uid(self) -> int:
@@ -423,9 +440,28 @@ class RequestReceiver(ServiceEndpoint, Consumer):
         return {reader.uid: reader.gone for reader in (*self._readers, *self._retired)}
 
 
+class ReplyPool(Pool):
+    """Slots for replies. A client may keep as many as memory, or `_MOST_REPLIES`, allow: rings that are added have a
+    quarter of the slots that are there, at most 32 of them, so that as many rings as there may be hold that many."""
+
+    __slots__ = ()
+
+    def shape(self, nbytes: int) -> RingShape:
+        shape = super().shape(nbytes)
+        slots = max(shape.slots, min(32, self.slots // 4, BUDGET // shape.slot_bytes))
+        while slots > shape.slots:
+            larger = replace(shape, slots=slots)
+            if self._max_bytes is None or self.nbytes + larger.nbytes <= self._max_bytes:
+                return larger
+            slots -= 1
+        return shape
+
+
+_MOST_REPLIES: Final = 1 << 13
 _NO_MEMORY: Final = (
     'service "{0.service}": no room for a reply of {nbytes}: its client keeps earlier ones in all {slots} slots, and '
-    "there is no memory for more: drop replies there, or make the server with a larger max_bytes="
+    "has reached {limit}: copy there what is kept and drop the replies, or make the server with a larger max_bytes= or "
+    "slots="
 )
 
 
@@ -434,13 +470,15 @@ class ReplySender(Posting, Publisher):
 
     _called = 'Server of service "{0.service}"'
     _traits = SenderTraits(
-        FAN_OUT, sizing=Sizing(most=8, least=2, nbytes=BUDGET), full=_NO_MEMORY, full_alone=_NO_MEMORY
-    )
+        FAN_OUT, sizing=Sizing(most=8, least=2, nbytes=BUDGET), pool=ReplyPool, entries=_MOST_REPLIES, full=_NO_MEMORY,
+        full_alone=_NO_MEMORY,
+    )  # fmt: skip
 
     def __init__(self, channel: str, *, slots: int | None, max_bytes: int | str | None) -> None:
         super().__init__(channel, slots=slots, max_bytes=max_bytes)
         # set afterwards, so that the sequence table stays small: more rings are made for a client that keeps replies
         self._full, self._spin = "grow", Spin(0.0)
+        self._seen, self._waits_until = -1, 0.0
 
     @property
     def service(self) -> str:
@@ -449,3 +487,19 @@ class ReplySender(Posting, Publisher):
     def _registration(self, seq: int) -> Registration:
         """`seq`: of the request that the reply is for."""
         return seq, 0, None, None
+
+    def _post(self, out: Any, timeout: float | None, registration: Registration) -> None:
+        super()._post(out, self._patience(timeout), registration)
+
+    async def apost(self, note: Any, value: Any, meta: Any, timeout: float | None) -> None:
+        await super().apost(note, value, meta, self._patience(timeout))
+
+    def _patience(self, timeout: float | None) -> float:
+        """How much of `timeout` a reply may wait for room: all replies of a row of which none is published share
+        `ROOM_S`. A client that keeps its replies would otherwise hold up the server, and its other clients, for each.
+        """
+        now, published = time.monotonic(), self._published
+        if self._seen != published:
+            self._seen, self._waits_until = published, now + ROOM_S
+        left = self._waits_until - now
+        return max(0.0, left if timeout is None else min(timeout, left))

@@ -7,7 +7,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from time import monotonic_ns
-from typing import Any, Final
+from typing import Any
 
 from ..channel.names import reply_channel
 from ..endpoints.base import Local
@@ -93,7 +93,7 @@ class Request(Local):
         """Answer with a value, which is copied before this returns: as for `Publisher.send`.
 
         Waits only where `max_bytes` leaves no room beside replies that the client has not released: for a second, or
-        until the client's time-out.
+        until the client's time-out. Replies to that client which follow do not wait again until there was room for one.
 
         Raises `RingFull` if there is no room then, `ArgumentTypeError` or `ResourceError` if the value cannot be sent;
         then the request is still yours to answer. `ReleasedError` if it was answered already.
@@ -156,10 +156,6 @@ def _made(what: str, make: Callable[[], str]) -> str:
         return f"(its {what} cannot be made: {type(failure).__name__})"
 
 
-ROOM_S: Final = 1.0
-"""Seconds that a reply waits for its client to release others, where it may have no more memory."""
-
-
 class TakenRequest:
     """What the server knows of a `Request`: its message, and the words and the index of its slot's state.
 
@@ -205,12 +201,6 @@ class TakenRequest:
             return 0.0
         deadline = self.words[self.at + DEADLINE]
         return (deadline - monotonic_ns()) * 1e-9 if deadline else None
-
-    @property
-    def patience(self) -> float:
-        """Seconds that its reply may wait for room."""
-        deadline = self.words[self.at + DEADLINE]
-        return min(ROOM_S, max(0.0, (deadline - monotonic_ns()) * 1e-9)) if deadline else ROOM_S
 
 
 class TakenRequests:
@@ -309,7 +299,7 @@ class TakenRequests:
         """Send a reply and finish its request. With `error`, the reply describes that, and `value` is not used."""
         replies, sent = self.replies_for(record), False
         meta = None if error is None else {FAILED: True}
-        patience = 0.0 if isinstance(error, RingFull) else record.patience  # the reply has waited for room before
+        patience = 0.0 if isinstance(error, RingFull) else record.remaining  # the reply has waited for room before
         try:
             if replies is not None:
                 replies.post(record.seq, value if error is None else describe(error), meta, patience)
@@ -329,7 +319,7 @@ class TakenRequests:
         replies, sent = self.replies_for(record), False
         try:
             if replies is not None:
-                await replies.apost(record.seq, value, None, record.patience)
+                await replies.apost(record.seq, value, None, record.remaining)
                 sent = True
         except ClosedError:
             self._check_open(replies)

@@ -627,6 +627,10 @@ def test_wrong_values_and_timeouts(channel):
             sub.recv(timeout="1")
         assert pub.send(np.array(1)) == 1
         assert int(sub.recv(timeout=PATIENCE).value) == 1
+        for timeout, error in (("1", TypeError), (-1, ValueError), (float("nan"), ValueError)):
+            with pytest.raises(error, match="timeout"):
+                pub.send(np.array(2), timeout=timeout)  # there is room
+        assert pub.send(np.array(2)) == 2
 
 
 def test_seconds_that_no_float_holds(channel):

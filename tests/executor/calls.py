@@ -158,6 +158,34 @@ class NotRebuilt(Exception):
         super().__init__(text)
 
 
+class NotPickled(Exception):
+    def __init__(self, text, failure=None):
+        super().__init__(text)
+        self.lock, self.failure = threading.Lock(), failure
+
+    def __reduce__(self):
+        raise self.failure or TypeError("cannot pickle it")
+
+
+class NotAnException(Exception):
+    """Comes as a number."""
+
+    def __reduce__(self):
+        return int, ("7",)
+
+
+def fail_in_a_way(kind):
+    """With an exception that does not reach the caller."""
+    text = "the text"
+    if kind == "not pickled":
+        raise NotPickled(text)
+    if kind == "nor what says so":
+        raise NotPickled(text, NotPickled("again"))
+    if kind == "no exception":
+        raise NotAnException(text)
+    raise NotRebuilt(3, text)
+
+
 def fail_unreadably(path=None):
     if path is not None:
         append(path, None)

@@ -47,6 +47,7 @@ from .calls import (
     die_first,
     fail,
     fail_at_length,
+    fail_in_a_way,
     fail_to_begin,
     fail_unreadably,
     fail_with,
@@ -1057,6 +1058,24 @@ def test_an_exception_that_cannot_be_read_fails_its_own_future_only(retry_on_dea
         assert futures[1].result(PATIENCE) == 1
         assert pool.submit(same, 2).result(PATIENCE) == 2
     assert Path(path).stat().st_size == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("not rebuilt", TypeError), ("no exception", AttributeError), ("not pickled", TypeError),
+        ("nor what says so", pickle.PicklingError),
+    ],
+)  # fmt: skip
+def test_the_traceback_of_an_exception_that_does_not_arrive_arrives(kind, error):
+    with forking(1) as pool:
+        futures = [pool.submit(fail_in_a_way, kind) for _ in range(2)]
+        for future in futures:
+            caught = future.exception(PATIENCE)
+            assert type(caught) is error
+            assert "in fail_in_a_way" in str(caught.__cause__)
+            assert "the text" in str(caught.__cause__)
+        assert pool.submit(same, 1).result(PATIENCE) == 1
 
 
 def test_tensors_in_exceptions_are_in_slots():

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import shmtensor
-from shmtensor.rpc import request
 
 from ..endpoints.test_asyncio import PATIENCE, asleep, in_thread, run, turns_of_the_loop, until  # noqa: F401
 
@@ -192,7 +191,7 @@ def test_a_reply_waits_for_room(run, channel):  # noqa: F811
 
 def test_the_loop_does_not_wait_for_a_thread_that_waits_for_room(run, channel, monkeypatch):  # noqa: F811
     nbytes = 1 << 20
-    monkeypatch.setattr(request, "ROOM_S", PATIENCE)  # only the loop can let go of the reply that is in the way
+    monkeypatch.setattr("shmtensor.rpc.endpoints.ROOM_S", PATIENCE)  # only the loop drops the reply that is in the way
 
     async def main():
         server = shmtensor.Server(channel, slots=1, max_bytes=nbytes + (1 << 19))

@@ -409,7 +409,7 @@ def test_a_value_whose_layout_cannot_be_found_goes_alone(make, monkeypatch):
 @pytest.mark.parametrize("on_a_loop", [False, True], ids=["reply", "areply"])
 def test_a_client_without_room_fails_alone(make, channel, monkeypatch, on_a_loop):
     """It keeps every reply; the other one, which is in the same batches, keeps none."""
-    monkeypatch.setattr("shmtensor.rpc.request.ROOM_S", 0.01)
+    monkeypatch.setattr("shmtensor.rpc.endpoints.ROOM_S", 0.01)
     keeps, server = make(max_batch=2, max_wait=PATIENCE, slots=1, max_bytes="64KiB")
     value, kept = np.zeros(4), []
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import shmtensor
+from shmtensor.ring.pool import Pool
 
 from ..waiting import wait_until
 from . import services
@@ -87,3 +88,19 @@ def test_a_map_ends_when_the_client_is_closed_meanwhile(channel):
                 got.append(_number(reply))
         closing.join(PATIENCE)
     assert len(got) > 3
+
+
+def test_a_map_whose_client_closes_as_it_counts_the_slots(channel, monkeypatch):
+    slots = Pool.slots.fget
+
+    def closing(pool):
+        client.close()
+        return slots(pool)
+
+    with shmtensor.Client(channel) as client:
+        future = client.submit(1)
+        monkeypatch.setattr(Pool, "slots", property(closing))
+        with pytest.raises(shmtensor.ClosedError):
+            list(client.map([1, 2]))
+        monkeypatch.undo()
+        assert isinstance(future.exception(), shmtensor.ClosedError)

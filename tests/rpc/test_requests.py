@@ -1279,25 +1279,56 @@ def test_an_error_without_a_traceback_that_can_be_printed_is_answered(pair, erro
     error.__traceback__ = None  # the parameter outlives the test
 
 
-def test_an_error_for_want_of_room_does_not_wait_again(channel, monkeypatch):
-    waited, post = [], ReplySender.post
+def test_replies_without_room_wait_once_till_there_is_room(channel, monkeypatch):
+    """Neither the error that is sent in place of a reply waits again, nor do replies to requests that follow: a client
+    that keeps its replies would hold up the others for each."""
+    waited, patience = [], ReplySender._patience
 
-    def recorded(replies, seq, value, meta, timeout):
-        waited.append(timeout)
-        post(replies, seq, value, meta, timeout)
+    def recorded(replies, timeout):
+        waited.append(patience(replies, timeout))
+        return waited[-1]
 
-    monkeypatch.setattr("shmtensor.rpc.request.ROOM_S", 0.01)
-    monkeypatch.setattr(ReplySender, "post", recorded)
+    monkeypatch.setattr("shmtensor.rpc.endpoints.ROOM_S", 0.01)
+    monkeypatch.setattr(ReplySender, "_patience", recorded)
     kept = []
     with shmtensor.Server(channel, max_bytes="64KiB", slots=1) as server, shmtensor.Client(channel) as client:
-        error = None
-        while error is None:
+
+        def ask():
             waited.clear()
             future = client.submit(10)
             server.answer(server.recv(timeout=PATIENCE), lambda value: np.zeros(value, np.uint8))
-            error = future.exception(PATIENCE)
-            if error is None:
-                kept.append(future.result())
+            return future
+
+        while (error := (future := ask()).exception(PATIENCE)) is None:
+            kept.append(future.result())
         assert error.type_name == "NoRoom"
-        assert waited == [0.01, 0]
-        assert kept
+        assert "copy what you keep" in str(error)
+        first, *others = waited
+        assert first > 0
+        assert others == [0]
+        assert ask().exception(PATIENCE).type_name == "NoRoom"
+        assert waited == [0, 0]
+        kept.pop()
+        del future
+        assert (ask().result(PATIENCE) == 0).all()
+
+
+def test_a_client_may_keep_thousands_of_replies(channel):
+    server, client = shmtensor.Server(channel), shmtensor.Client(channel)
+    with server, client, serving(server, lambda value: np.full(2, value)):
+        kept = list(client.map(range(7_900), timeout=PATIENCE))
+        assert [int(reply[1]) for reply in kept] == list(range(7_900))
+
+
+def test_rings_of_replies_that_are_added_keep_to_max_bytes(channel):
+    most = 1 << 20
+    server, client = shmtensor.Server(channel, max_bytes=most, slots=2), shmtensor.Client(channel)
+    with server, client, serving(server, lambda value: np.zeros(value, np.uint8)):
+        kept = []
+        with pytest.raises(RemoteError, match="NoRoom"):
+            while True:
+                kept.append(client.request(4 << 10, timeout=PATIENCE))
+        (pool,) = (replies._pool for replies in server._taken.replies.values())
+        assert pool.slots == len(kept)
+        assert most - pool.nbytes < pool.rings[0].nbytes <= pool.nbytes <= most
+        assert len({ring.slots for ring in pool.rings}) > 1
