@@ -125,6 +125,26 @@ def test_release_acknowledges_and_with_rejects_on_an_exception(kind, channel):
         assert rx.statistics().redelivered == 2
 
 
+@pytest.mark.parametrize("keeper", ["itself", "another"])
+def test_what_is_given_back_comes_oldest_first_behind_many_that_are_kept(kind, channel, keeper):
+    count, kept = 300, 150
+    with (
+        kind.sender(channel, slots=count) as tx,
+        kind.receiver(channel, acknowledge="release") as one,
+        kind.receiver(channel, acknowledge="release") as two,
+    ):
+        for number in range(count):
+            tx.send(np.array(number))
+        held = [one.recv(timeout=PATIENCE) for _ in range(count)]
+        rx = one if keeper == "itself" else two
+        while len(held) > kept:
+            held.pop()
+        again = [rx.recv(timeout=PATIENCE) for _ in range(count - kept)]
+        assert [(int(message.value), message.attempt) for message in again] == [(it, 2) for it in range(kept, count)]
+        for message in (*held, *again):
+            message.release()
+
+
 def test_a_rejected_message_is_not_delivered_again_while_a_view_of_it_lives(kind, channel):
     with kind.sender(channel) as tx, kind.receiver(channel) as one, kind.receiver(channel) as two:
         tx.send(np.array([7]))
