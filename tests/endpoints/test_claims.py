@@ -853,11 +853,11 @@ def test_a_message_that_is_decoded_just_when_a_close_empties_the_hands(kind, cha
         entered, go, ends = threading.Event(), threading.Event(), []
 
         def receive():
-            receive_without_the_mutex(tx, rx, decoding)
-            tx.send(decoding.VALUE)
-            decoding.act = lambda: (entered.set(), go.wait(PATIENCE))
             with contextlib.suppress(shmtensor.ClosedError):
-                rx.recv(timeout=PATIENCE)
+                while not entered.is_set():  # until one is decoded without the mutex, as most are
+                    tx.send(decoding.VALUE)
+                    decoding.act = lambda: rx._mutex.locked() or (entered.set(), go.wait(PATIENCE))
+                    rx.recv(timeout=PATIENCE)
             ends.append(rx._hands.hand.last)
 
         close = rx._claims.close

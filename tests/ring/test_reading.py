@@ -250,12 +250,12 @@ def test_two_exceptions_in_one_decoding_while_another_thread_takes_the_next(chan
     sender, receiver, options = PATTERNS[pattern]
     depth = {"depth": 3} if pattern == "latest" else {}
     with sender(channel, slots=4) as tx, receiver(channel, **options, **depth) as rx:
-        node_at, times, straight = chosen._Message.node_at, [], []
+        node_at, times, sent, armed = chosen._Message.node_at, [], [], []
         entered, go = threading.Event(), threading.Event()
 
         def interrupted(self, at):
-            straight.append(not rx._mutex.locked())
-            if threading.current_thread() is thread and len(times) < 2:
+            # with the mutex, as one is decoded every quarter of a second, no other thread could take the next
+            if threading.current_thread() is thread and armed and not rx._mutex.locked() and len(times) < 2:
                 times.append(at)
                 if len(times) == 1:
                     entered.set()
@@ -265,16 +265,19 @@ def test_two_exceptions_in_one_decoding_while_another_thread_takes_the_next(chan
 
         def receive():
             with pytest.raises(Interrupt):
-                rx.recv(timeout=PATIENCE)
+                while True:
+                    sent[:] = [tx.send(VALUES["odd"], timeout=PATIENCE) for _ in range(3)]
+                    armed[:] = [True]
+                    rx.recv(timeout=PATIENCE).release()
+                    armed.clear()
+                    for _ in range(2):
+                        rx.recv(timeout=PATIENCE).release()
 
         thread = threading.Thread(target=receive)
         monkeypatch.setattr(chosen._Message, "node_at", interrupted)
-        while straight[-1:] != [True]:  # without the mutex, as most are decoded
-            tx.send(VALUES["odd"])
-            rx.recv(timeout=PATIENCE).release()
-        first, *_ = [tx.send(VALUES["odd"]) for _ in range(3)]
         thread.start()
         assert entered.wait(PATIENCE)
+        first = sent[0]
         got = [rx.recv(timeout=PATIENCE).seq]
         go.set()
         thread.join(PATIENCE)
