@@ -142,14 +142,16 @@ def leaves_nothing(socket_directory):
         }
         return {what: names - _reported for what, names in found.items()}
 
+    def over() -> bool:
+        gc.collect()  # each time: a thread drops what it has a moment after its `join`, and that may be in a cycle
+        return not any(leftovers().values())
+
     left = leftovers()
     if any(left.values()):  # perhaps of endpoints in reference cycles, or of children or threads that are about to end
-        gc.collect()
         for child in multiprocessing.active_children():
             child.join(PATIENCE)
         with contextlib.suppress(AssertionError):  # what is still there is named below
-            # a thread drops what it has a moment after its `join`; the segment server's follower, after a report
-            wait_until(lambda: not any(leftovers().values()), patience=5)
+            wait_until(over, patience=5)  # the segment server's follower drops what it has after a report
         left = leftovers()
     _reported.update(*left.values())
     for name in left["shared memory"]:

@@ -26,8 +26,8 @@ class Publisher(AsyncSender):
             at least and 1024 at most; 16 on a device.
         slot_bytes: bytes of a slot, an int or a string like `"8MiB"`; None makes the ring at the first `send`,
             to fit it.
-        full: what `send` does when no slot is free: `"block"`, `"grow"` (add a ring), `"drop"` (the new message,
-            counted), `"error"` (raise `RingFull`).
+        full: what `send` does when no slot is free: `"block"`, `"grow"` (add a ring; `ResourceError` if
+            `/dev/shm` has no room for it), `"drop"` (the new message, counted), `"error"` (raise `RingFull`).
         history: how many of the newest messages a subscriber that joins later gets first.
         max_bytes: most memory that all rings together may take; None: as much as `/dev/shm`, or the device, gives.
         device: (experimental) a CUDA device, `"cuda"` or `"cuda:1"`: the messages lie in its memory, and its

@@ -473,12 +473,21 @@ class QueueHandle:
         self._left = True
 
     def _put_back(self) -> None:
-        """Put back objects that were taken from the queue and not returned by `get`."""
+        """Put back objects that were taken from the queue and not returned by `get`.
+
+        Each is moved out in one step, so that neither a `get` of another thread nor another `close` has it as well.
+        """
         while self._undelivered:
-            with contextlib.suppress(Exception):  # an object that cannot be put is lost: no call is left to raise it
+            moved: list[Any] = []
+            try:
+                moved.extend(map(self._undelivered.pop, (0,)))
                 self._make_room()
-                self.putter.put(pickling.pack(self._undelivered[0]), 0.0, bool)
-            del self._undelivered[0]
+                self.putter.put(pickling.pack(moved[0]), 0.0, bool)
+            except Exception:  # another thread has it; or it cannot be put and is lost: no call is left to raise it
+                pass
+            except BaseException:
+                self._undelivered[:0] = moved
+                raise
 
     def __del__(self) -> None:
         self.close()

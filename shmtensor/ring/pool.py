@@ -189,8 +189,7 @@ class Pool:
 
         Raises `ResourceError` if no ring has slots as large.
         """
-        least = max((ring.slot_bytes for ring in self.rings), default=self._slot_bytes or self._sizing.slot)
-        sizing, slot_bytes = self._sizing, round_slot(max(nbytes, least))
+        sizing, slot_bytes = self._sizing, round_slot(max(nbytes, self._slot_bytes or self._sizing.slot))
         if slot_bytes > MAX_SLOT_BYTES:
             raise ResourceError(
                 errno.ENOMEM,

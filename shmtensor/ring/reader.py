@@ -284,20 +284,17 @@ class Reader(ABC):
                 raise
             except (FileNotFoundError, WireError):
                 pass  # `take` reports damage; if the ring is gone, all its messages are done
-        self.position = next((seq - 1 for _, _, seq in self.unfinished()), published)
+        self.position = min((seq - 1 for _, _, seq in self.unfinished()), default=published)
 
     def unfinished(self) -> Iterator[tuple[Ring, int, int]]:
-        """Scan all records: (ring, slot, seq) of every published message that is not done, oldest first."""
+        """Scan all records: (ring, slot, seq) of every published message that is not done, in no order."""
         published = self.newest()
         first = self._first(published)
         self.map_all()
-        found = []
-        for index, ring in enumerate(self.rings):
+        for ring in list(self.rings):
             for slot, seq in enumerate(ring.seqs):
                 if first <= seq <= published and not self._is_finished(ring, slot, seq):
-                    found.append((seq, index, slot))
-        found.sort()
-        return ((self.rings[index], slot, seq) for seq, index, slot in found)
+                    yield ring, slot, seq
 
     # --- leases
 

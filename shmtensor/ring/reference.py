@@ -273,7 +273,7 @@ class CompetingReader(ReferenceReader):
 
     def take_unfinished(self, receiver: Any, undelivered: dict[Any, Any]) -> Any:
         """As `take`, for the oldest message that a consumer claimed and did not finish."""
-        for ring, slot, seq in self.unfinished():
+        for ring, slot, seq in sorted(self.unfinished(), key=lambda each: each[2]):
             if seq > self.position:
                 break  # `take` will reach it
             if not self.is_open(ring, slot, seq, walking=False) or not self.claim(ring, slot, seq):

@@ -317,6 +317,58 @@ def test_closing_ends_a_get_that_waits():
     assert len(failed) == 1
 
 
+class Calls:
+    """Its pickling calls `packed`, its unpickling `unpacked`, which returns the object."""
+
+    def __init__(self, packed, unpacked):
+        self.packed, self.unpacked = packed, unpacked
+
+    def __reduce__(self):
+        self.packed()
+        return self.unpacked, ()
+
+
+unpacking, is_put_back = threading.Event(), threading.Event()
+
+
+def slowly():
+    unpacking.set()
+    assert is_put_back.wait(LONG)
+    return "slow"
+
+
+def test_closing_while_another_thread_gets_gives_each_item_once():
+    q = Queue(ctx=fork)
+    q.put(Calls(bool, slowly))
+    got = []
+    thread = threading.Thread(target=lambda: got.append(q.get()))
+    child_got, go = fork.SimpleQueue(), fork.Event()
+
+    def get_the_rest():
+        assert go.wait(LONG)
+        q.put("last")
+        for item in iter(q.get, "last"):
+            child_got.put(item)
+
+    child = fork.Process(target=get_the_rest)
+    child.start()
+    thread.start()
+    assert unpacking.wait(LONG)
+
+    def let_the_other_get():
+        is_put_back.set()
+        thread.join(LONG)
+
+    q._undelivered.append(Calls(let_the_other_get, str))  # as an interrupted `get` leaves it
+    q.close()
+    assert got == ["slow"]
+    go.set()
+    end(child)
+    assert child_got.get() == ""
+    assert child_got.empty()
+    child_got.close()
+
+
 class AnyLock:
     """A control lock that nobody else wants."""
 

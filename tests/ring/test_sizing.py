@@ -59,6 +59,21 @@ def test_a_small_message_first_leaves_room_for_several_large_ones(channel, kind,
             rx.recv(timeout=PATIENCE).release()
 
 
+@pytest.mark.parametrize("nbytes", [None, 4 * KIB])
+@pytest.mark.parametrize(("kind", "receiver"), KINDS)
+def test_rings_grow_by_the_size_of_what_is_sent(channel, kind, receiver, nbytes):
+    """Not by the largest message so far."""
+    with kind(channel, full="grow", slot_bytes=nbytes) as tx, receiver(channel) as rx:
+        tx.send(np.zeros(4 * MIB, np.uint8))
+        large = tx.statistics()
+        for _ in range(large.slots):
+            tx.send(np.zeros(16, np.uint8))
+        grown = tx.statistics()
+        assert grown.rings == large.rings + 1
+        assert grown.ring_bytes - large.ring_bytes < 8 * MIB
+        assert [rx.recv(timeout=PATIENCE).nbytes for _ in range(1 + large.slots)] == [4 * MIB] + [16] * large.slots
+
+
 @pytest.mark.parametrize(("kind", "receiver"), KINDS)
 def test_a_message_of_several_slots_is_sent_by_the_compiled_call_alone(channel, kind, receiver, monkeypatch):
     if native.module is None:

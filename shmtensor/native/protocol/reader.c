@@ -377,37 +377,54 @@ uint64_t reader_age(reader *f) {
     return UINT64_MAX;
 }
 
+typedef struct {
+    uint64_t seq;
+    uint32_t ring, slot;
+} place;
+
+enum { MOST_FOUND = 64 };
+
+/* The oldest messages after `scanned`, up to `newest`, that are neither finished nor held here: in order. Returns how many. */
+static uint32_t find_unfinished(reader *f, uint64_t newest, place *found) {
+    uint64_t first = first_of(f, newest);
+    uint32_t count = 0;
+    taken at;
+    if (newest > f->position) newest = f->position;
+    for (at.ring = 0; at.ring < f->nrings; at.ring++) {
+        const reader_ring *r = &f->rings[at.ring];
+        for (at.slot = 0; at.slot < r->shared.slots; at.slot++) {
+            at.seq = load(record_of(&r->shared, at.slot));
+            if (at.seq <= f->scanned || at.seq < first || at.seq > newest || at.seq == r->held[at.slot]) continue;
+            if ((count == MOST_FOUND && at.seq > found[count - 1].seq) || !is_open(f, &at, 0)) continue;
+            uint32_t i = count < MOST_FOUND ? count++ : count - 1;
+            for (; i && found[i - 1].seq > at.seq; i--) found[i] = found[i - 1];
+            found[i] = (place){.seq = at.seq, .ring = at.ring, .slot = at.slot};
+        }
+    }
+    return count;
+}
+
 take_result reader_scan(reader *f, taken *out) {
     uint64_t newest = published(&f->table);
     if (newest >= MOST_MESSAGES) return TAKE_NOTHING; /* damaged */
-    uint64_t first = first_of(f, newest);
-    for (;;) {
-        uint64_t oldest = 0;
-        taken candidate = {0};
-        for (uint32_t i = 0; i < f->nrings; i++)
-            for (uint64_t slot = 0; slot < f->rings[i].shared.slots; slot++) {
-                const ring *r = &f->rings[i].shared;
-                uint64_t seq = load(record_of(r, slot));
-                if (seq <= f->scanned || seq < first || seq > newest || seq > f->position || (oldest && seq >= oldest)) continue;
-                taken found = {.seq = seq, .ring = i, .slot = (uint32_t)slot};
-                if (!is_open(f, &found, 0)) continue;
-                oldest = seq;
-                candidate = found;
-            }
-        if (!oldest) return TAKE_NOTHING;
-        f->scanned = oldest;
-        *out = candidate;
-        if (!f->known && read_record(f, oldest, candidate.ring, candidate.slot, out) == OTHER_VERSION) return TAKE_OTHER;
-        if (!is_open(f, out, 0) || !claim(f, out)) continue;
-        uint32_t attempt = out->attempt;
-        uint8_t locked = out->locked;
-        found where = read_record(f, oldest, candidate.ring, candidate.slot, out);
-        out->attempt = attempt;
-        out->locked = locked;
-        if (where == FOUND) return delivered(f, out);
-        finish(f, out);
-        return TAKE_DAMAGED;
+    place each[MOST_FOUND];
+    for (uint32_t count; (count = find_unfinished(f, newest, each));) {
+        for (uint32_t i = 0; i < count; i++) {
+            f->scanned = each[i].seq;
+            *out = (taken){.seq = each[i].seq, .ring = each[i].ring, .slot = each[i].slot};
+            if (!f->known && read_record(f, out->seq, out->ring, out->slot, out) == OTHER_VERSION) return TAKE_OTHER;
+            if (!is_open(f, out, 0) || !claim(f, out)) continue;
+            uint32_t attempt = out->attempt;
+            uint8_t locked = out->locked;
+            found where = read_record(f, out->seq, out->ring, out->slot, out);
+            out->attempt = attempt;
+            out->locked = locked;
+            if (where == FOUND) return delivered(f, out);
+            finish(f, out);
+            return TAKE_DAMAGED;
+        }
     }
+    return TAKE_NOTHING;
 }
 
 void reader_acknowledge(reader *f, uint32_t ring_index, uint32_t slot, uint64_t seq) {
