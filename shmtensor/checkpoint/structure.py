@@ -531,15 +531,17 @@ def check_meta(meta: object) -> None:
         raise ArgumentError(f"meta is not JSON: {error}") from None
 
 
-def _check_keys(value: object) -> None:
+def _check_keys(meta: object) -> None:
     # json would silently turn such keys into strings, and write one twice
-    if isinstance(value, dict):
-        keys = Keys()
-        for key, child in value.items():
-            if not isinstance(key, str):
-                raise ArgumentTypeError(f"meta has the key {key!r:.40}: only str keys are allowed there")
-            keys.add(key)
-            _check_keys(child)
-    elif isinstance(value, (list, tuple)):
-        for child in value:
-            _check_keys(child)
+    containers = [meta]
+    while containers:
+        value = containers.pop()
+        children: Any = value
+        if isinstance(value, dict):
+            keys = Keys()
+            for key in value:
+                if not isinstance(key, str):
+                    raise ArgumentTypeError(f"meta has the key {key!r:.40}: only str keys are allowed there")
+                keys.add(key)
+            children = value.values()
+        containers += [child for child in children if isinstance(child, (dict, list, tuple))]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import pickletools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -156,13 +156,15 @@ class Description(NamedTuple):
     tensors: list[TensorItem]
     objects: list[ObjectItem]
 
-    def render(self) -> dict[str, Any]:
-        """The JSON value."""
-        return {
-            "version": VERSION,
-            "tensors": [list(t) for t in self.tensors],
-            "objects": [list(o) for o in self.objects],
-        }
+
+def render(items: Iterable[TensorItem | ObjectItem]) -> list[tuple[Any, ...]]:
+    """The JSON values of items."""
+    return [tuple(item) for item in items]
+
+
+def describe(tensors: list[tuple[Any, ...]], objects: list[tuple[Any, ...]]) -> dict[str, Any]:
+    """The JSON value of a description, of those of its items."""
+    return {"version": VERSION, "tensors": tensors, "objects": objects}
 
 
 def check_item(fqn: str, planner_data: object) -> ItemPath | None:

@@ -28,6 +28,7 @@ import re
 import threading
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -36,7 +37,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import staging, storage
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
@@ -49,7 +50,7 @@ from ..checkpoint.remote import is_url
 from ..checkpoint.writer import CheckpointWriter
 from ..endpoints.base import Local
 from ..errors import ArgumentError, ArgumentTypeError, ResourceError
-from .metadata import OBJECTS, Description, ObjectItem, TensorItem, check_item
+from .metadata import OBJECTS, ItemPath, ObjectItem, TensorItem, check_item, describe, render
 
 _T = TypeVar("_T")
 
@@ -184,7 +185,7 @@ class StorageWriter(Local, storage.StorageWriter):
                     self._parts.close()
             raise
         future: Future[list[WriteResult]] = Future()
-        future.set_result(saving.results)
+        future.set_result([])  # `finish` needs none
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -263,10 +264,9 @@ class Place(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """A save of this rank's part: its handle, what DCP calls the results, and the name that it was given, or None."""
+    """A save of this rank's part: its handle, and the name that it was given, or None."""
 
     handle: SaveHandle
-    results: list[WriteResult]
     name: str | None
 
 
@@ -278,6 +278,7 @@ class PartWriter:
         self.place: Place | None = None
         """Of the writer that is open, or was open last."""
         self._writer: CheckpointWriter | None = None
+        self._layout: _Layout | None = None
         self._objects = np.empty(0, np.uint8)
 
     def open(self, place: Place) -> CheckpointWriter:
@@ -297,15 +298,17 @@ class PartWriter:
         After an error no part of this checkpoint comes from this rank: its writer is closed.
         """
         try:
-            tensors, objects, description, results = _resolve(plan, planner)
+            if self._layout is None or not self._layout.is_of(plan):
+                self._layout = _Layout(plan)
+            tensors, objects, description = self._layout.resolve(planner)
             state: dict[str, Any] = {"tensors": tensors}
             if objects:
                 state[OBJECTS] = self._in_place(b"".join(objects))
-            meta: dict[str, Any] = {KEY: description.render()}
+            meta: dict[str, Any] = {KEY: description}
             step = _step(planner, name)
             if step is not None:
                 meta["step"] = step
-            return Saving(self.open(place).save(state, name, meta), results, name)
+            return Saving(self.open(place).save(state, name, meta), name)
         except BaseException:
             self.close()
             raise
@@ -333,49 +336,76 @@ def _step(planner: SavePlanner, name: str | None) -> int | None:
     return step_of(getattr(planner, "state_dict", None), None)
 
 
-def _resolve(
-    plan: SavePlan, planner: SavePlanner
-) -> tuple[dict[str, torch.Tensor], list[bytes], Description, list[WriteResult]]:
-    """The tensors of a part, its other items as bytes, its description, and the results for DCP."""
-    tensors: dict[str, torch.Tensor] = {}
-    objects: list[bytes] = []
-    description = Description([], [])
-    results = []
-    for item in plan.items:
-        fqn, path = item.index.fqn, check_item(item.index.fqn, plan.planner_data)
-        data: Any = planner.resolve_data(item)
-        if item.type == WriteItemType.BYTE_IO:
-            objects.append(bytes(data.getbuffer()))
-            description.objects.append(ObjectItem(fqn, path, len(objects[-1])))
-            nbytes = len(objects[-1])
-        else:
-            tensor, offsets, size = _chunk(item, data)
-            description.tensors.append(TensorItem(fqn, path, size, offsets))
-            tensors[_key(item.index, offsets, tensors)] = tensor
-            nbytes = tensor.nbytes
-        results.append(WriteResult(item.index, nbytes, None))
-    return tensors, objects, description, results
+class _Layout:
+    """What a plan says of a part, whatever its items hold: their order and names, and the rows of its description."""
+
+    def __init__(self, plan: SavePlan) -> None:
+        self._plan, self._items = plan, list(plan.items)
+        self._keys: list[str | None] = []
+        """Per item the name of its tensor in the part; None for an object."""
+        self._objects: list[tuple[str, ItemPath | None]] = []
+        tensors: list[TensorItem] = []
+        taken: set[str] = set()
+        for item in plan.items:
+            fqn, path = item.index.fqn, check_item(item.index.fqn, plan.planner_data)
+            key = None
+            if item.type == WriteItemType.BYTE_IO:
+                self._objects.append((fqn, path))
+            else:
+                about = _about(item)
+                offsets = tuple(about.chunk.offsets)
+                tensors.append(TensorItem(fqn, path, tuple(about.size), offsets))
+                key = _key(item.index, offsets, taken)
+                taken.add(key)
+            self._keys.append(key)
+        self._rows = render(tensors)
+
+    def is_of(self, plan: SavePlan) -> bool:
+        """Whether it is the layout of this plan: of the same object, with the same items."""
+        return plan is self._plan and plan.items == self._items
+
+    def resolve(self, planner: SavePlanner) -> tuple[dict[str, torch.Tensor], list[bytes], dict[str, Any]]:
+        """The tensors of the part, its objects as bytes, and its description."""
+        tensors: dict[str, torch.Tensor] = {}
+        objects: list[bytes] = []
+        for item, key in zip(self._items, self._keys, strict=True):
+            data: Any = planner.resolve_data(item)
+            if key is None:
+                objects.append(bytes(data.getbuffer()))
+            else:
+                tensors[key] = _chunk(item, data)
+        sizes = map(len, objects)
+        rows = render(ObjectItem(*each, nbytes) for each, nbytes in zip(self._objects, sizes, strict=True))
+        return tensors, objects, describe(self._rows, rows)
 
 
-def _chunk(item: WriteItem, data: Any) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
-    """The chunk of an item, its offsets, and the size of the whole tensor."""
-    about = item.tensor_data
+def _about(item: WriteItem) -> TensorWriteData:
+    if item.tensor_data is None:
+        raise ArgumentTypeError(f"item {item.index.fqn!r:.80} is a tensor of which its plan says nothing")
+    return item.tensor_data
+
+
+def _chunk(item: WriteItem, data: Any) -> torch.Tensor:
+    """The chunk of an item."""
     tensor = data.to_local() if isinstance(data, DTensor) else data
-    if about is None or not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
         raise ArgumentTypeError(
             f"item {item.index.fqn!r:.80} is a {type(data).__name__} that is no dense tensor: only those are saved here"
         )
-    if tuple(tensor.shape) != tuple(about.chunk.sizes):
+    sizes = _about(item).chunk.sizes
+    if tensor.shape != sizes:
         raise ArgumentTypeError(
-            f"item {item.index.fqn!r:.80} has shape {list(tensor.shape)}, its plan says {list(about.chunk.sizes)}"
+            f"item {item.index.fqn!r:.80} has shape {list(tensor.shape)}, its plan says {list(sizes)}"
         )
     tensor = tensor.detach()
-    if any(step == 0 and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True)):
+    if not tensor.is_contiguous() and any(
+        step == 0 and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
         tensor = tensor.contiguous()  # a checkpoint would have one element in place of the repeated ones
-    return tensor, tuple(about.chunk.offsets), tuple(about.size)
+    return tensor
 
 
-def _key(index: MetadataIndex, offsets: tuple[int, ...], taken: dict[str, torch.Tensor]) -> str:
+def _key(index: MetadataIndex, offsets: tuple[int, ...], taken: set[str]) -> str:
     """The name of a chunk in the part."""
     key = f"{index.fqn}[{','.join(map(str, offsets))}]" if any(offsets) else index.fqn
     while key in taken:
@@ -433,7 +463,7 @@ class AsyncStager(staging.AsyncStager):
             ranks = dist.get_process_group_ranks(process_group)
             self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=process_group is not None)
             self._place = Place(dist.get_rank(self._group), len(ranks))
-        self._local: bytes | None = None
+        self._last: _Planned | None = None
         self._plan: SavePlan | None = None
         self._closed = False
 
@@ -441,12 +471,12 @@ class AsyncStager(staging.AsyncStager):
         """Copy this rank's items of a state dict into shared memory. Returns a state dict of the same tensors."""
         if self._closed:
             raise ArgumentError("the AsyncStager is closed: make a new one")
-        (planner, local, digest), same = self._together(partial(self._prepare, state_dict))
+        (planner, planned), same = self._together(partial(self._prepare, state_dict))
         plan = self._plan
         if plan is None or not same:
-            self._local = None  # until the exchange is over
-            plan = self._plan = self._exchange(planner, local)
-            self._local = digest
+            self._last = None  # until the exchange is over
+            plan = self._plan = self._exchange(planner, planned.plan)
+            self._last = planned
         try:
             (saving, staged), _ = self._together(partial(self._copy, state_dict, planner, plan))
         except BaseException:
@@ -456,16 +486,22 @@ class AsyncStager(staging.AsyncStager):
         staged[key] = _Staged(staged.get(key), partial(self._writer.announce, saving))
         return staged
 
-    def _prepare(self, state_dict: State) -> tuple[tuple[SavePlanner, SavePlan, bytes], bool]:
+    def _prepare(self, state_dict: State) -> tuple[tuple[SavePlanner, _Planned], bool]:
         """Open the writer, and plan; and whether the plan is that of the last save."""
-        planner = self._make_planner()
+        planner, last = self._make_planner(), self._last
         planner.set_up_planner(state_dict=state_dict, storage_meta=None, is_coordinator=self._place.rank == 0)
-        local = planner.create_local_plan()
-        if not local.usable:
-            raise ArgumentError("planner= makes planners that cache their plans: leave that out, the stager does it")
-        digest = hashlib.sha256(pickle.dumps(local)).digest()
+        grounds = _grounds(planner)
+        if last is None or grounds is None or grounds != last.grounds:
+            local = planner.create_local_plan()
+            if not local.usable:
+                raise ArgumentError(
+                    "planner= makes planners that cache their plans: leave that out, the stager does it"
+                )
+            planned = _Planned(local, hashlib.sha256(pickle.dumps(local)).digest() if grounds is None else grounds)
+        else:
+            planned = last
         self._writer.open(self._place)
-        return (planner, local, digest), self._plan is not None and digest == self._local
+        return (planner, planned), last is not None and planned.grounds == last.grounds
 
     def _copy(self, state_dict: State, planner: SavePlanner, plan: SavePlan) -> tuple[tuple[Saving, State], bool]:
         """Copy this rank's items into shared memory."""
@@ -519,6 +555,49 @@ class AsyncStager(staging.AsyncStager):
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
             self._group = None
+
+
+class _Planned(NamedTuple):
+    """The local plan of this rank, and what it follows from: of any planner that is the plan itself, as a digest."""
+
+    plan: SavePlan
+    grounds: Any
+
+
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+_ATTRIBUTES: Final = attrgetter("shape", "dtype", "layout")
+_SHARDING: Final = attrgetter("device_mesh", "placements")
+
+
+def _grounds(planner: SavePlanner) -> tuple[Any, ...] | None:
+    """What the local plan of `DefaultSavePlanner` follows from, as far as a part depends on it: where each item is in
+    the state, and size, dtype and distribution of each tensor. None of another planner, or of items that plan
+    themselves.
+    """
+    if type(planner) is not DefaultSavePlanner or getattr(planner, "_enable_plan_caching", False):
+        return None
+    tensors, distributed = [], []
+    kinds: list[type[Any] | None] = []
+    for value in planner.state_dict.values():
+        kind: type[Any] | None = type(value)
+        if kind in _PLAIN:
+            tensors.append(value)
+        elif kind is DTensor and _local_kind(value) in _PLAIN:
+            distributed.append(value)
+        elif isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
+            return None
+        else:
+            kind = None
+        kinds.append(kind)
+    return (
+        list(planner.state_dict), kinds, planner.flatten_state_dict, planner.mappings,
+        list(map(_ATTRIBUTES, tensors)), list(map(_ATTRIBUTES, distributed)), list(map(_SHARDING, distributed)),
+    )  # fmt: skip
+
+
+def _local_kind(tensor: DTensor) -> type[Any]:
+    with torch.no_grad():  # otherwise it notes the call for a gradient
+        return type(tensor.to_local())
 
 
 class _Staged:

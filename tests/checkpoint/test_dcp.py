@@ -592,6 +592,96 @@ def test_a_state_that_is_where_it_was_is_planned_from_memory(tmp_path):
         assert (found["step"], found["note"]) == (step, note * step)
 
 
+def plannable() -> dict:
+    return {
+        "model": {"w": torch.arange(24.0).reshape(4, 6), "b": torch.ones(6)}, "list": [torch.zeros(3), {"lr": 0.1}],
+        "n": 1,
+    }  # fmt: skip
+
+
+def swap(state) -> None:
+    model = state["model"]
+    model["w"], model["b"] = model["b"], model["w"]
+
+
+PLANNED = {
+    "shape": lambda s: s["model"].update(w=torch.arange(24.0).reshape(6, 4)),
+    "larger": lambda s: s["model"].update(w=torch.randn(5, 6)),
+    "scalar": lambda s: s["model"].update(b=torch.tensor(3.0)),
+    "dtype": lambda s: s["model"].update(w=torch.arange(24, dtype=torch.int32).reshape(4, 6)),
+    "swapped": swap,
+    "renamed": lambda s: s["model"].update(v=s["model"].pop("w")),
+    "removed": lambda s: s["model"].pop("b"),
+    "added": lambda s: s["model"].update(more=torch.randn(2)),
+    "other order": lambda s: s.update(model=dict(reversed(s["model"].items()))),
+    "other path of the same name": lambda s: s.update({"model.b": s["model"].pop("b")}),
+    "a key in place of an index": lambda s: s.update(list={"0": s["list"][0], "1": s["list"][1]}),
+    "a tensor becomes a number": lambda s: s["model"].update(b=7),
+    "a number becomes a tensor": lambda s: s.update(n=torch.tensor(5)),
+}
+NOT_PLANNED = {
+    "values": lambda s: s["model"]["w"].zero_(),
+    "memory": lambda s: s["model"].update(w=torch.randn(4, 6)),
+    "strides": lambda s: s["model"].update(w=torch.randn(6, 4).t()),
+    "expanded": lambda s: s["model"].update(w=torch.randn(1, 6).expand(4, 6)),
+    "part of other memory": lambda s: s["model"].update(w=torch.randn(5, 6)[1:]),
+    "number": lambda s: s.update(n=2),
+    "longer object": lambda s: s["list"].__setitem__(1, {"lr": "x" * 5000}),
+    "kind of an object": lambda s: s.update(n=True),
+}
+CHANGES = {**PLANNED, **NOT_PLANNED}
+
+
+class Own(dcp.DefaultSavePlanner):
+    """A planner of which nothing is known."""
+
+
+@pytest.mark.parametrize("planner", [dcp.DefaultSavePlanner, Own])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_two_async_saves_is_noticed(tmp_path, change, planner):
+    """Saved thrice: as it was, again with the plan of the first time, and changed."""
+    state = plannable()
+    with StorageWriter(tmp_path / "runs") as writer:
+        stager = AsyncStager(writer, planner=planner)
+
+        def save(name: str):
+            writer.reset(name)
+            dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True).result(PATIENCE)
+            return stager._plan
+
+        first = save("first")
+        assert save("again") is first
+        CHANGES[change](state)
+        assert (save("changed") is not first) == (change in PLANNED)
+        stager.close()
+    for name, expected in (("first", plannable()), ("again", plannable()), ("changed", state)):
+        found = load_all(storage_reader=StorageReader(tmp_path / "runs" / name))
+        assert differences(found, expected) == []
+
+
+def moving(rank, count, path):
+    """The same tensor, distributed in another way each time: with other offsets, but parts of the same shape."""
+    expected = torch.arange(64.0).reshape(8, 8)
+    line, plane = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    ways = [
+        (plane, [Shard(0), Shard(1)]), (plane, [Shard(1), Shard(0)]), (line, [Shard(0)]), (line, [Replicate()]),
+        (plane, [Shard(0), Replicate()]), (plane, [Replicate(), Shard(0)]),
+    ]  # fmt: skip
+    with StorageWriter(path) as writer:
+        stager = AsyncStager(writer)
+        for step, way in enumerate(ways):
+            state = {"w": local(expected, *way), "step": step}
+            dcp.async_save(state, storage_writer=writer, async_stager=stager).result(PATIENCE)
+        stager.close()
+    return len(ways)
+
+
+def test_a_tensor_that_is_distributed_in_another_way_is_planned_anew(play, tmp_path):
+    for step in range(play(4, moving, str(tmp_path))[0]):
+        found = load_all(storage_reader=StorageReader(tmp_path / f"step-{step:08}"))
+        assert torch.equal(found["w"], torch.arange(64.0).reshape(8, 8)), step
+
+
 class Refuses(dcp.DefaultSavePlanner):
     """A planner that makes no plan."""
 
