@@ -6,13 +6,14 @@ a progress bar.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import errno
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, TimeoutError
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -588,7 +589,8 @@ class SavesInFlight:
 
 
 class Bar:
-    """A line per save in flight, on standard error. Does nothing unless `shown`."""
+    """A line per save in flight, on standard error. Does nothing unless `shown`, or once nothing can be written
+    there: a terminal that is gone fails no save."""
 
     def __init__(self, *, shown: bool) -> None:
         self._shown = shown
@@ -600,7 +602,7 @@ class Bar:
         """Draw how far a save is; remove its line when it has ended."""
         if not self._shown:
             return
-        with self._lock:
+        with self._drawing():
             over = save.status not in (WAITING, WRITING)
             if not over:
                 self._draw(save)
@@ -609,9 +611,17 @@ class Bar:
 
     def close(self) -> None:
         """Remove every line."""
-        with self._lock:
+        with self._drawing():
             self._tasks.clear()
             self._stop()
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except (OSError, ValueError):  # ValueError: it was closed
+                self._shown = False
 
     def _draw(self, save: Save) -> None:
         if self._progress is None:

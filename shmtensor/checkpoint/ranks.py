@@ -577,7 +577,7 @@ class Votes:
             write(directory.path, record)
         if record.number <= directory.run:  # no later run has begun: a writer that is not in it is gone
             for path, (_, owner, _), _ in list(directory.leftovers()):
-                if owner not in record.writers.values():
+                if owner not in (directory.writer, *record.writers.values()):
                     with contextlib.suppress(OSError):
                         remove(path)
         return True
@@ -723,10 +723,10 @@ def _as_saved(pending: str, name: str) -> tuple[str, int, int]:
     return name, info.st_size, info.st_mtime_ns
 
 
-def finish_older_runs(directory: Directory) -> None:
-    """Finish or remove what ranks have left in a directory in which now one process writes alone."""
+def finish_older_runs(directory: Directory, writer: str) -> None:
+    """Finish or remove what ranks have left in a directory in which now this writer alone writes."""
     record = read(directory.path)
     if record is None:
         return
-    votes = Votes(RankDirectory(directory.path, 0, 1, "", MAX_RUN), Keep())
+    votes = Votes(RankDirectory(directory.path, 0, 1, writer, MAX_RUN), Keep())
     votes._finish_older_runs()  # no other process is there to take the mutex

@@ -420,7 +420,7 @@ class Worker:
             if self._votes is not None:
                 self._votes.finish_older_runs()
             else:
-                finish_older_runs(self._directory)
+                finish_older_runs(self._directory, self._writer)
             sweep_marks(self._directory)
             self._swept = True
             self._resume_uploads()

@@ -179,6 +179,18 @@ def test_writer_dies(dies, tmp_path, point, memory, nth, action):
     assert [entry.step for entry in index.read(str(path))] == [3, 4]
 
 
+def test_writer_dies_where_ranks_have_saved_before(dies, tmp_path):
+    """What it had streamed is its own, though no run of ranks names it."""
+    path = tmp_path / "a"
+    with CheckpointWriter(path, rank=0, world_size=1) as writer:
+        writer.save(state_of(1)).durable.result(PATIENCE)
+    dies("stream.logged", nth=3)
+    with CheckpointWriter(path, memory=LITTLE) as writer:
+        done = writer.save(state_of(2), timeout=PATIENCE).durable.result(PATIENCE)
+        assert writer.statistics().restarts == 1
+    assert same(load_arrays(done.path, verify="all"), state_of(2))
+
+
 def test_writer_dies_and_somebody_truncates_what_it_had_written(dies, tmp_path, monkeypatch):
     """The save fails: zeros in the place of what is lost would have digests that match."""
     path = tmp_path / "a"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import os
@@ -399,6 +400,22 @@ def test_progress_grows_and_a_bar_is_drawn(make, monkeypatch, capfd):
     assert handle.progress.written == handle.progress.total
     writer.close()
     assert handle.name in capfd.readouterr().err
+
+
+class Gone(io.StringIO):
+    def write(self, text):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_terminal_that_is_gone_fails_no_save(make, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys, "stderr", Gone())
+    writer = make(progress=True, memory="2MiB")
+    for number in (1, 2):
+        handle = writer.save(state_of(number, count=40), timeout=PATIENCE)
+        assert number_in(handle.durable.result(PATIENCE).path) == number
+    assert writer.statistics().restarts == 0
+    writer.close()
 
 
 def test_it_is_closed_and_says_so(make):
