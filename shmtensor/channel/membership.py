@@ -255,10 +255,10 @@ def _enter(control: Control, directory: str, part: Part, prepare: Callable[[Memb
         _show(control, *member.group, Part(ctl.GROUP, label=part.group), pid=0, group=0)
         # crash: join.grouped
     _show(control, index, uid, part, pid=os.getpid(), group=0 if member.group is None else member.group[1])
-    if part.role == ctl.SENDER:
-        words.store(control.words, ctl.W_SENDERS, control.senders + 1)
     # crash: join.entered
     control.advance()
+    if part.role == ctl.SENDER:  # behind the epoch: a receiver that sees it counted reads the table, and it is there
+        words.store(control.words, ctl.W_SENDERS, control.senders + 1)
     return member
 
 

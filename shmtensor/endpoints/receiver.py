@@ -690,6 +690,7 @@ class Receiver(Endpoint):
             )
         if self._readers or self._member.control.senders <= self._senders_before:
             return False
+        acquire_fence()  # the epoch is advanced before a sender is counted
         self._refresh_if_stale()
         if self._readers:
             return False

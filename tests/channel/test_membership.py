@@ -25,7 +25,7 @@ from shmtensor.rpc.request import record_of
 from shmtensor.wire import record, spec
 
 from ..conftest import FILES_ONLY, left_files, shared_files
-from ..scenes import unswept
+from ..scenes import PAIRS, unswept
 from ..waiting import PATIENCE, wait_until
 
 ENDPOINTS = [shmtensor.Publisher, shmtensor.Subscriber, shmtensor.Producer, shmtensor.Consumer]
@@ -459,3 +459,29 @@ def test_a_reply_of_another_version_is_named(channel):
             request.reply(np.array(2))
         with pytest.raises(shmtensor.WireError, match=OTHER_VERSION.format(pid=os.getpid())):
             future.result(100)
+
+
+@pytest.mark.parametrize(("sender", "receiver"), PAIRS)
+def test_a_receiver_waits_for_a_sender_that_is_joining(channel, monkeypatch, sender, receiver):
+    """Whatever it sees of the table of members while the first sender enters: that is no end of the stream."""
+    looks = 0
+    with getattr(shmtensor, receiver)(channel) as rx:
+
+        def stored(words, index, value):
+            nonlocal looks
+            store(words, index, value)
+            with pytest.raises(shmtensor.TimedOut):
+                rx.recv(timeout=0)
+            looks += 1
+
+        with monkeypatch.context() as patch:
+            patch.setattr(membership.words, "store", stored)
+            patch.setattr(ctl, "store", stored)
+            tx = getattr(shmtensor, sender)(channel)
+        assert looks > 5
+        with tx:
+            tx.send({"number": 1})
+            with rx.recv(timeout=PATIENCE) as msg:
+                assert msg.value == {"number": 1}
+        with pytest.raises(shmtensor.EndOfStream):
+            rx.recv(timeout=PATIENCE)
