@@ -52,7 +52,7 @@ class Simulation:
         while True:
             count = 0
             while count < max(1, BATCH // self._nbytes) and self._out.may_add():
-                self._out.add(None)
+                self._out.add([None])
                 count += 1
             if not count:
                 yield None

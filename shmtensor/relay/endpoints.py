@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import re
 import time
@@ -9,7 +11,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from ..channel import control as ctl
 from ..channel.control import Control, Entry
@@ -22,7 +24,7 @@ from ..endpoints.claims import Claims
 from ..endpoints.message import Message
 from ..endpoints.pubsub import Publisher, Subscriber
 from ..endpoints.workqueue import Consumer, Producer
-from ..errors import ArgumentError, RingFull, TimedOut, WireError
+from ..errors import ArgumentError, RingFull, ShmTensorError, TimedOut, WireError
 from ..memory import placement
 from ..memory import segment as shm
 from ..memory.words import store
@@ -45,10 +47,11 @@ MOST_HOPS: Final = 6
 _PATH: Final = re.compile(rf"(.*){_VIA}([0-9a-f]{{8}}(?: [0-9a-f]{{8}}){{0,{MOST_HOPS - 1}}})", re.DOTALL)
 
 
-def path_of(label: str) -> list[int]:
+@functools.lru_cache(1024)
+def path_of(label: str) -> tuple[int, ...]:
     """The hashes of the channels that the messages of a relay's sender came through."""
     found = _PATH.fullmatch(label)
-    return [int(hop, 16) for hop in found[2].split()] if found else []
+    return tuple(int(hop, 16) for hop in found[2].split()) if found else ()
 
 
 def relayed_label(label: str, path: int) -> str:
@@ -68,7 +71,32 @@ def _clipped(label: str, nbytes: int) -> str:
     return label.encode("utf-8", "replace")[:nbytes].decode("utf-8", "ignore")
 
 
-class _NearEnd(AsyncReceiver):
+_T = TypeVar("_T")
+
+
+class Batches(Generic[_T]):
+    """Takes what is there together."""
+
+    @abstractmethod
+    def next(self, timeout: float) -> _T | None:
+        """The next message, or None."""
+
+    def at_once(self) -> _T | None:
+        """Another one that is there; `next` finds those that this does not."""
+        return self.next(0)
+
+    def take(self, timeout: float, most: int, nbytes: int) -> list[_T]:
+        """The next message, if it comes in time, and others behind it: so many, or until they have so many bytes."""
+        message, found = self.next(timeout), []
+        with contextlib.suppress(ShmTensorError):  # what is taken is passed on; the next call meets it again
+            while message is not None:
+                found.append(message)
+                nbytes -= message.nbytes  # type: ignore[attr-defined]
+                message = self.at_once() if len(found) < most and nbytes > 0 else None
+        return found
+
+
+class _NearEnd(Batches[Message], AsyncReceiver):
     """What a relay's subscriber and consumer have in common. `Message.value` is the payload, `meta` the description."""
 
     avoided = 0
@@ -118,9 +146,19 @@ class _NearEnd(AsyncReceiver):
         except TimedOut:
             return None
 
+    def at_once(self) -> Message | None:
+        direct, hands = self._direct, self._hands
+        if direct is None:
+            return self.next(0)
+        return direct[self, self._undelivered, hands and hands.hand, 0]  # type: ignore[no-any-return]
+
     def readers(self) -> list[Any]:
         """One for each sender that is here, or that left messages which are not taken."""
         return list(self._readers)
+
+    def uids(self) -> list[int]:
+        """Of these senders."""
+        return [reader.uid for reader in self.readers()]
 
     def senders(self) -> list[Named]:
         """These senders, but for those whose messages this relay does not take."""
@@ -156,17 +194,22 @@ class NearSubscriber(_NearEnd, Subscriber):
         super().__init__(channel, label=relay_label(avoided, transit), **options)
         self._before = before  # last: one that cannot join leaves it as it is
 
-    def next(self, timeout: float) -> Message | None:
-        while True:
-            message = self._next_of_all(timeout)
-            if message is None or message.seq > self._passed.get(message.sender.id, 0):
-                break
-            message.release()
-        if message is not None:
-            self._passed[message.sender.id] = message.seq
-            if len(self._passed) > _MOST_PASSED:
-                self._passed = self.passed()
-        return message
+    def take(self, timeout: float, most: int, nbytes: int) -> list[Message]:
+        """As above. None of them was taken before, and none leads back."""
+        found, passed, sender = [], self._passed, None
+        newest, leaves = 0, False
+        for message in super().take(timeout, most, nbytes):
+            if message.sender is not sender:
+                sender = message.sender
+                newest, leaves = passed.get(sender.id, 0), self.leaves(sender.name)
+            if leaves or message.seq <= newest:
+                message.release()
+            else:
+                passed[sender.id] = newest = message.seq
+                found.append(message)
+        if len(passed) > _MOST_PASSED:
+            self._passed = self.passed()
+        return found
 
     def passed(self) -> dict[str, int]:
         """The newest message that was taken of each sender that is here."""
@@ -174,7 +217,10 @@ class NearSubscriber(_NearEnd, Subscriber):
         there = {f"{reader.uid:016x}" for end in ends for reader in end.readers()}
         return {uid: seq for uid, seq in self._passed.items() if uid in there}
 
-    def _next_of_all(self, timeout: float) -> Message | None:
+    def at_once(self) -> Message | None:
+        return super().at_once() if self._before is None else self.next(0)
+
+    def next(self, timeout: float) -> Message | None:
         while self._before is not None:
             message = self._before.next(0)
             if message is None:
@@ -221,10 +267,10 @@ class NearConsumer(_NearEnd, Consumer):
         self._run(self._counters.put, ctl.C_ONWARD, int(is_there))
         self.is_onward = is_there
 
-    def senders(self) -> list[Named]:
+    def readers(self) -> list[Any]:
         # while no consumer is there, nothing is taken, which would notice who has come
         self._run(self._refresh_if_stale)
-        return super().senders()
+        return super().readers()
 
 
 _RELAY_TO: Final = "relay to "

@@ -431,7 +431,7 @@ class FarService:
             self._new = []
             if not len(self._window):
                 self._confirmed = time.monotonic()
-            entries = [(self._window.add(it), it) for it in ended]
+            entries = self._window.add(ended)
             sender = self._sender
         if sender is not None:
             sender.add(entries)

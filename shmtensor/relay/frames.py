@@ -19,7 +19,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import xxhash
 
@@ -54,6 +54,7 @@ MOST_FRAME: Final = spec.MAX_DESCRIPTION + MOST_BODY + (256 << 10)
 """Bytes of a frame: of a large item, the first body has all of the description."""
 MOST_TEXT: Final = 4096
 MOST_PAYLOAD: Final = 1 << 44
+_MOST_DESCRIPTION: Final = spec.MAX_DESCRIPTION + NOTE
 _LABEL: Final = 64
 
 ONE_VERSION: Final = "run one version of shmtensor on both hosts"
@@ -145,8 +146,7 @@ class Refuse(Frame):
     why: str
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One whole message: its number, its sender's uid, its description and payload."""
 
     number: int
@@ -166,12 +166,14 @@ class Items(Frame):
     items: Sequence[Item]
 
     def fields(self) -> bytes:
-        return _ITEMS.pack(self.after, len(self.items)) + b"".join(
-            [_ITEM.pack(it.number, it.sender, len(it.description), len(it.payload)) for it in self.items]
-        )
+        table = [
+            _ITEM.pack(number, sender, len(description), len(payload))
+            for number, sender, description, payload in self.items
+        ]
+        return _ITEMS.pack(self.after, len(table)) + b"".join(table)
 
     def body(self) -> bytes:
-        return b"".join([each for it in self.items for each in (it.description, it.payload)])
+        return b"".join([each for it in self.items for each in it[2:]])
 
 
 @dataclass(frozen=True)
@@ -417,26 +419,20 @@ def _refuse(ids: _Ids, fields: _Fields, body: bytes) -> Refuse:
     return Refuse(*ids, _Fields(bytes(body), 0).text(len(body), MOST_TEXT))
 
 
-def _check_sizes(description: int, nbytes: int) -> None:
-    if not 0 < description <= spec.MAX_DESCRIPTION + NOTE or nbytes > MOST_PAYLOAD:
-        raise WireError(f"item of {description} bytes of description, {nbytes} of payload")
-
-
 def _items(ids: _Ids, fields: _Fields, body: bytes) -> Items:
     after, count = fields.unpack(_ITEMS)
     if not 0 < count <= MOST_ITEMS:
         raise WireError(f"{count} items")
     view, at, found, before = memoryview(body), 0, [], after
-    for _ in range(count):
-        number, sender, length, nbytes = fields.unpack(_ITEM)
-        _check_sizes(length, nbytes)
-        if not sender or number <= before or at + length + nbytes > len(view):
+    for number, sender, length, nbytes in _ITEM.iter_unpack(fields.take(count * _ITEM.size)):
+        start = at + length
+        end = start + nbytes
+        if not (sender and number > before and length) or length > _MOST_DESCRIPTION or end > len(view):
             raise WireError(
-                f"item {number} after {before}, {length + nbytes} bytes at {at} of a body of {len(view)}, of {sender}"
+                f"item {number} after {before}, of {sender}: {length} and {nbytes} bytes at {at} of {len(view)}"
             )
-        before = number
-        found.append(Item(number, sender, body[at : at + length], view[at + length : at + length + nbytes]))
-        at += length + nbytes
+        found.append(Item(number, sender, body[at:start], view[start:end]))
+        before, at = number, end
     if at != len(view):
         raise WireError(f"items of {at} bytes in a body of {len(view)}")
     return Items(*ids, after, found)
@@ -444,7 +440,8 @@ def _items(ids: _Ids, fields: _Fields, body: bytes) -> Items:
 
 def _part(ids: _Ids, fields: _Fields, body: bytes) -> Part:
     after, number, sender, offset, nbytes, length = fields.unpack(_PART)
-    _check_sizes(length or 1, nbytes)
+    if length > _MOST_DESCRIPTION or nbytes > MOST_PAYLOAD:
+        raise WireError(f"item of {length} bytes of description, {nbytes} of payload")
     if number <= after or not sender or (offset == 0) != (length > 0) or length > len(body):
         raise WireError(f"part of item {number} at {offset} with {length} bytes of description")
     if offset + len(body) - length > nbytes or (offset and len(body) == length):

@@ -6,6 +6,7 @@ taken -> sent -> ended (replied to, a verdict, cancelled, given back) -> acknowl
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -17,7 +18,7 @@ from ..endpoints.message import Message, SenderInfo, store_attempts
 from ..errors import ClosedError, ReleasedError, ResourceError, RingFull, WireError
 from ..rpc.endpoints import ONCE
 from ..rpc.request import Request, TakenRequests, record_of
-from .endpoints import Filling, NearReplySender, NearRequestReceiver
+from .endpoints import Batches, Filling, NearReplySender, NearRequestReceiver
 from .frames import (
     DIED,
     DROPPED,
@@ -164,7 +165,12 @@ Sent = Message | Taken
 
 def origin_of(item: Sent) -> int:
     """The uid of its sender."""
-    return int(item.sender.id, 16)
+    return _uid(item.sender.id)
+
+
+@functools.lru_cache(1024)
+def _uid(name: str) -> int:
+    return int(name, 16)
 
 
 def read(item: Sent) -> tuple[Any, Any] | None:
@@ -172,7 +178,7 @@ def read(item: Sent) -> tuple[Any, Any] | None:
     return item.read() if isinstance(item, Taken) else (item.value, item.meta)
 
 
-class NearService:
+class NearService(Batches[Taken]):
     """A near relay's end in a service: takes requests that no server of this host is about to take."""
 
     refusal = ""
@@ -194,6 +200,9 @@ class NearService:
             return None
         record_of(request).is_begun = True
         return Taken(self, request)
+
+    def uids(self) -> list[int]:
+        return self._receiver.uids()
 
     def senders(self) -> list[Sender]:
         """The clients that are here."""

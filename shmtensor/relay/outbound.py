@@ -14,6 +14,7 @@ import secrets
 import time
 from collections import deque
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, Literal
 
 from ..endpoints.message import Message, store_attempts, words_of
@@ -45,7 +46,7 @@ from .frames import (
 from .keys import Keys, path_hash
 from .near_requests import NearService, Replying, Sent, Taken, origin_of, read
 from .refusal import Refusal
-from .sending import BATCH, ItemSender
+from .sending import BATCH, ItemSender, announced
 from .session import Sender as KeySender
 from .session import Session, why_silent
 from .threads import RelayThread, join
@@ -90,6 +91,7 @@ class _Gone:
 
 
 _End = NearSubscriber | NearConsumer | NearService
+_sender_of: Final = attrgetter("sender")
 
 
 class Outbound:
@@ -126,6 +128,7 @@ class Outbound:
         self._heard = self._hello_due = self._status_due = 0.0
         self._explain_due: float | None = time.monotonic() + _EXPLAIN_S
         self._told: list[Sender] = []
+        self._here: list[int] | None = None  # the senders that were there then; None: others were told of as well
         self._said = 0  # so many STATUS
         self._audience, self._gap = 0, False
         self._is_latest = delivery == "latest"
@@ -139,7 +142,7 @@ class Outbound:
         self._taken_back: list[int] = []  # of a queue: items that went to others while the far relay was away
         self._endpoint: _End | None = None
         self._replying: Replying | None = None
-        self._held: Sent | None = None  # taken, and to be sent when its sender can be announced
+        self._held: list[Sent] = []  # taken, and to be sent when their senders can be announced
         self._to_all = session.sender(self._keys.hello)
         self._data: KeySender | None = None
         if pattern == SERVICE:
@@ -191,24 +194,30 @@ class Outbound:
         self._post(frame)
 
     def _on_state(self, frame: State) -> None:
+        """What is acknowledged is so in whichever attempt: the end of one may overtake its last STATE."""
         with self._changed:
-            if frame.attempt != self._attempt or frame.far != self._far or self._state != OPEN:
+            if frame.far != self._last_far or frame.attempt > self._attempt:
                 return
-            done = self._window.acknowledge(frame.acknowledged, frame.ranges, frame.consumed)
-            self._heard = time.monotonic()
-            self._audience = frame.audience
-            self._gap = self._gap or frame.gap
-            is_over = self._refusal.note_state(frame, self._heard)
-            self._servers, self._credit = frame.servers, (frame.credit, frame.received)
-            if self._pattern == WORK_QUEUE:
-                self._begun = max(self._begun, frame.acknowledged + frame.credit)
+            is_current = self._state == OPEN and frame.attempt == self._attempt
+            done = self._window.acknowledge(frame.acknowledged, frame.ranges, frame.consumed if is_current else 0)
             self.acknowledged += len(done)
+            is_over = is_current and self._note_state(frame)
             self._changed.notify_all()
         if is_over:
             log.info("relay of channel %s is not refused any more", self.name)
         # crash: relay.acknowledged
-        for message in done:
-            message.release()
+        for it in done:
+            it.release()
+
+    def _note_state(self, frame: State) -> bool:
+        """What the far relay says in this attempt. Returns whether that ends a refusal."""
+        self._heard = time.monotonic()
+        self._audience = frame.audience
+        self._gap = self._gap or frame.gap
+        self._servers, self._credit = frame.servers, (frame.credit, frame.received)
+        if self._pattern == WORK_QUEUE:
+            self._begun = max(self._begun, frame.acknowledged + frame.credit)
+        return self._refusal.note_state(frame, self._heard)
 
     def _on_token(self, key: str, is_there: bool) -> None:
         with self._changed:
@@ -299,7 +308,7 @@ class Outbound:
             event = self._events.popleft()
             if isinstance(event, _Gone):
                 if self._state == OPEN and event.attempt == self._attempt:
-                    self._begin_anew("the far relay is gone, or cannot be reached")
+                    self._begin_anew("the far relay is gone, or cannot be reached", pause=_HELLO_S)
             elif isinstance(event, str):
                 if self._state != OPEN:
                     self._note_refusal(event)
@@ -329,8 +338,8 @@ class Outbound:
         """Seconds until a refused relay asks again."""
         return min(_HELLO_REFUSED_S, _HELLO_LAST_S) if self._is_draining else _HELLO_REFUSED_S
 
-    def _begin_anew(self, why: str, *, is_told: bool = False) -> None:
-        """The connection is over: another attempt begins. `is_told`: why is logged otherwise."""
+    def _begin_anew(self, why: str, *, is_told: bool = False, pause: float = 0.0) -> None:
+        """Another attempt begins. `is_told`: why is logged otherwise. `pause`: before HELLO; a STATE may still come."""
         with self._changed:
             if self._state == OPEN and not is_told:
                 log.warning("relay of channel %s looks for its peer: %s", self.name, why)
@@ -343,7 +352,7 @@ class Outbound:
                 self._audience, self._alone_since = NOBODY, 0.0
             self._window.end()
             self._sending = None
-            self._hello_due = 0.0
+            self._hello_due = time.monotonic() + pause
             self._explain_due = time.monotonic() + _EXPLAIN_S
             self._changed.notify_all()
 
@@ -453,18 +462,18 @@ class Outbound:
             tick, idle = _TICK_S, _IDLE_S
             if self._pattern == SERVICE:
                 tick = idle = _LOOK_S if len(self._window) else _TICK_S
-            if endpoint is None or self._is_draining or not self._may_add(most):
+            room = self._room(most)
+            if endpoint is None or self._is_draining or room <= 0:
                 if not self._events:
                     self._changed.wait(tick)
                 return
-        message, self._held = self._held, None
-        if message is None:
-            message = endpoint.next(idle)
+        messages, self._held = self._held, []
+        if not messages:
+            messages += endpoint.take(idle, min(room, MOST_ITEMS), BATCH)
             self._note_supply()
         if endpoint.refusal:
             raise WireError(f'channel "{self.name}": {endpoint.refusal}')
-        if message is not None:
-            self._gather(endpoint, sending, message, most)
+        self._add(sending, messages)
 
     def _is_over(self, now: float) -> bool:
         """Whether this attempt is over, for what the far relay says or does not say: then another one has begun."""
@@ -512,11 +521,11 @@ class Outbound:
         get none of those that they have not begun with."""
         with self._changed:
             numbers = [number for number, _ in self._window.numbered()]
-        if not numbers and self._held is None:
+        if not numbers and not self._held:
             return
         log.warning(
             "relay of channel %s has not heard of the far relay for %g s: %d messages go to consumers here",
-            self.name, _LOST_S, len(numbers) + (self._held is not None),
+            self.name, _LOST_S, len(numbers) + len(self._held),
         )  # fmt: skip
         self._taken_back += numbers
         self._give_back()
@@ -525,7 +534,7 @@ class Outbound:
         """The far relay, which refuses what is behind item `received`, is asked again: of a queue, if that lasts, or
         nobody is there for it, it goes to others here. None of it is in a ring there, or will be."""
         with self._changed:
-            count = self._window.count_beyond(received) + (self._held is not None)
+            count = self._window.count_beyond(received) + len(self._held)
             if self._pattern != WORK_QUEUE or not count or not self._refusal.is_long(time.monotonic()):
                 return
             is_new = self._refusal.note_told()
@@ -547,61 +556,50 @@ class Outbound:
         """
         with self._changed:
             kept, begun = self._window.clear(received), self._begun
-        untried = [it for number, it in kept if number > begun]
-        if self._held is not None:
-            untried.append(self._held)
-            self._held = None
+        untried = [it for number, it in kept if number > begun] + self._held
+        self._held = []
         for it in untried:
             if self._pattern == WORK_QUEUE and isinstance(it, Message):
                 store_attempts(*words_of(it), it.seq, it.attempt - 1)
         # crash: relay.returned
 
-    def _may_add(self, most: int) -> bool:
-        """Whether there is credit for one more message, and, of a service, for one more request; and of a queue,
-        whether somebody is there to take it."""
-        if self._pattern != SERVICE:
-            return self._window.may_add(most) and (self._pattern != WORK_QUEUE or self._audience == LOSSLESS)
-        credit, received = self._credit
-        return self._window.may_add(most) and self._window.count_beyond(received) < credit
+    def _room(self, most: int) -> int:
+        """For how many more messages there is credit; of a service also for how many more requests; for none of a queue
+        while nobody is there to take it."""
+        room = min(self._window.messages, most) - len(self._window)
+        if self._pattern == SERVICE:
+            credit, received = self._credit
+            return min(room, credit - self._window.count_beyond(received))
+        return room if self._pattern == FAN_OUT or self._audience == LOSSLESS else 0
 
-    def _gather(self, endpoint: _End, sending: ItemSender[Sent], message: Sent | None, most: int) -> None:
-        """Number a message, and those behind it that are there already, and send them."""
+    def _add(self, sending: ItemSender[Sent], messages: list[Sent]) -> None:
+        """Number messages, and send them."""
         # crash: relay.taken
-        count = nbytes = 0
-        with self._changed:
-            origins = {origin_of(it) for it in self._window.items()}
-        while message is not None:
-            if isinstance(message, Message) and self._is_avoided(endpoint, message):
-                message.release()
-            elif (origin := origin_of(message)) not in origins and len(origins) >= _MOST_ANNOUNCED:
-                self._held = message
-                break
-            else:
-                origins.add(origin)
-                size = message.nbytes
-                with self._changed:
-                    sending.add([(self._window.add(message), message)])  # numbered: from here on it is not passed over
-                    has_credit = self._may_add(most)
-                count += 1
-                nbytes += size
-                self.messages += 1
-                self.nbytes += size
-                if not has_credit or self._is_draining:
-                    break
-            if nbytes >= BATCH or count >= MOST_ITEMS:
-                break
-            message = endpoint.next(0)
-        if count:
+        if not {int(it.id, 16) for it in set(map(_sender_of, messages))} <= {it.uid for it in self._told}:
+            messages = self._announceable(messages)
+        if messages:
+            with self._changed:
+                sending.add(self._window.add(messages))  # numbered: from here on they are not passed over
+            self.messages += len(messages)
+            self.nbytes += sum(it.nbytes for it in messages)
             self._report(time.monotonic())
             sending.send()
-        elif self._held is not None:  # its sender has to wait until another one is forgotten
+        elif self._held:
             with self._changed:
                 self._changed.wait(_TICK_S)
 
-    @staticmethod
-    def _is_avoided(endpoint: _End, message: Message) -> bool:
-        """Whether a message is none of this relay's."""
-        return not isinstance(endpoint, NearService) and endpoint.leaves(message.sender.name)
+    def _announceable(self, messages: list[Sent]) -> list[Sent]:
+        """Of messages of new senders, those that can be sent: what is of too many has to wait until others that have
+        left are forgotten, and what is behind it."""
+        with self._changed:
+            origins = set(map(_sender_of, self._window.items()))
+        self._status_due = 0.0
+        for at, it in enumerate(messages):
+            if it.sender not in origins and len(origins) >= _MOST_ANNOUNCED:
+                self._held = messages[at:]
+                return messages[:at]
+            origins.add(it.sender)
+        return messages
 
     def _join_again(self) -> None:
         """The far subscribers are all latest now, or not any more: join as they do."""
@@ -676,11 +674,10 @@ class Outbound:
 
     def _give_up(self) -> None:
         """The far relay that had the requests is gone: others get them."""
-        for _, taken in self._requests():
-            taken.give_up()
-        if isinstance(self._held, Taken):
-            self._held.give_up()
-            self._held = None
+        for it in [*(taken for _, taken in self._requests()), *self._held]:
+            if isinstance(it, Taken):
+                it.give_up()
+        self._held = []
         with self._changed:
             self._window.clear()
 
@@ -689,15 +686,18 @@ class Outbound:
         have left already: so each is announced before its messages."""
         self._show_audience()
         endpoint, sending = self._endpoint, self._sending
+        if sending is None:
+            return
+        here = [] if endpoint is None else endpoint.uids()
+        if now < self._status_due and here == self._here:
+            return
         senders = [] if endpoint is None else endpoint.senders()
         with self._changed:
-            under_way = {it.sender for it in self._window.items()}
+            under_way = set(map(_sender_of, self._window.items()))
         needed = {Sender(int(it.id, 16), it.pid, it.name) for it in under_way}
-        if len(needed.union(senders)) > _MOST_ANNOUNCED:  # others have to wait until some that have left are forgotten
-            kept = [it for it in senders if it in needed]
-            senders = kept + [it for it in senders if it not in needed][: max(0, _MOST_ANNOUNCED - len(needed))]
-        senders += needed.difference(senders)
-        if sending is not None and (now >= self._status_due or senders != self._told):
+        named = announced(senders, needed, _MOST_ANNOUNCED)
+        self._here, senders = here if named == senders else None, named
+        if now >= self._status_due or senders != self._told:
             self._told, self._status_due = senders, now + _STATUS_S
             self._said += 1
             with self._changed:

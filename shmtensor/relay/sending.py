@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Final, Generic, TypeVar
 
-from .frames import MOST_BODY, MOST_ITEMS, Item, Items, Part
+from .frames import MOST_BODY, MOST_ITEMS, Item, Items, Part, Sender
 from .window import Outgoing
 
 BATCH: Final = 256 << 10
-"""Bytes of small items that go into one frame."""
-_SMALL: Final = 256 << 10
-"""An item with more bytes goes alone, in parts."""
+"""Bytes of small items that go into one frame. An item with more goes alone, in parts."""
 PART: Final = MOST_BODY // 2
 
 
@@ -52,7 +50,7 @@ class ItemSender(Generic[T]):
         self._ids, self.after, self._window = ids, after, window
         self._waiting = deque(waiting)
         self._offset = 0  # how much of the first one was sent
-        self._lock, self._read_item, self._origin, self._claim, self._put = lock, read, origin, claim, put
+        self._lock, self._read, self._origin, self._claim, self._put = lock, read, origin, claim, put
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -64,71 +62,79 @@ class ItemSender(Generic[T]):
     def send(self) -> None:
         """Send what waits, as far as there is credit."""
         while self._waiting:
-            number, item = self._waiting[0]
-            found = self._read(number, item)
-            if found is None:
-                self._pop(1)
-            elif not (self._send_part(number, item, *found) if _size(*found) > _SMALL else self._send_small()):
+            items, count = self._front()
+            if items and not (self._send_part(items[0]) if _size(items[0]) > BATCH else self._send_small(items)):
                 return
+            if not self._offset:
+                self._pop(count)
 
-    def _read(self, number: int, item: T) -> tuple[Any, Any] | None:
-        """Payload and description; None if it was acknowledged meanwhile, and is released, or has ended."""
+    def _front(self) -> tuple[list[Item], int]:
+        """What the next frame has: small items, or a large one; and how many leave with it. Of what waits, those that
+        were acknowledged meanwhile are released, and others have ended: they leave the window."""
+        items: list[Item] = []
+        nbytes = count = ended = 0
+        window, read, origin = self._window, self._read, self._origin
         with self._lock:
-            found = self._read_item(item) if number in self._window else None
-            if found is None:
-                self._window.drop(number)
-            return found
+            for number, item in self._waiting:
+                found = read(item) if number in window else None
+                if found is None:
+                    window.drop(number)
+                    ended += not items
+                else:
+                    payload, description = found
+                    nbytes += len(payload) + len(description)
+                    if items and (nbytes > BATCH or len(items) == MOST_ITEMS):
+                        break
+                    items.append(Item(number, origin(item), description, payload))
+                count += 1
+                if nbytes >= BATCH:
+                    break
+        if ended:
+            self._pop(ended)
+        return items, count - ended
 
     def _pop(self, count: int) -> None:
         for _ in range(count):
             self._waiting.popleft()
         self._offset = 0
 
-    def _send_small(self) -> bool:
-        """Send the small items in front, together."""
-        items: list[Item] = []
-        nbytes = count = 0
-        for number, item in self._waiting:
-            found = self._read(number, item)
-            if found is None and not items:  # what is behind it may be large
-                self._pop(1)
-                return True
-            if found is not None:
-                payload, description = found
-                nbytes += _size(payload, description)
-                if items and (nbytes > BATCH or len(items) == MOST_ITEMS):
-                    break
-                items.append(Item(number, self._origin(item), description, payload))
-            count += 1
-        if items:
-            frame = Items(*self._ids, self.after, items)
-            body = frame.body()
-            if not self._claim(len(body)):
-                return False
-            self._put(frame.head(body), body)
-            self.after = items[-1].number
-            # crash: relay.sent
-        self._pop(count)
+    def _send_small(self, items: list[Item]) -> bool:
+        """Send small items together."""
+        frame = Items(*self._ids, self.after, items)
+        body = frame.body()
+        if not self._claim(len(body)):
+            return False
+        self._put(frame.head(body), body)
+        self.after = items[-1].number
+        # crash: relay.sent
         return True
 
-    def _send_part(self, number: int, item: T, payload: Any, described: Any) -> bool:
+    def _send_part(self, item: Item) -> bool:
         """Send the next part of an item, read from the slot when there is credit for it."""
+        number, origin, described, payload = item
         total = len(payload)
         end = min(total, self._offset + PART)
         part, description = payload[self._offset : end], b"" if self._offset else described
         body = b"".join((description, part))
         if not self._claim(len(body)):
             return False
-        frame = Part(*self._ids, self.after, number, self._origin(item), self._offset, total, description, part)
+        frame = Part(*self._ids, self.after, number, origin, self._offset, total, description, part)
         self._put(frame.head(body), body)
         # crash: relay.parted
         self._offset = end
         if end == total:
-            self.after = number
-            self._pop(1)
+            self.after, self._offset = number, 0
             # crash: relay.sent
         return True
 
 
-def _size(payload: Any, description: Any) -> int:
-    return len(payload) + len(description)
+def _size(item: Item) -> int:
+    return len(item.payload) + len(item.description)
+
+
+def announced(there: list[Sender], needed: set[Sender], most: int) -> list[Sender]:
+    """The senders that a STATUS names: those of what is under way, needed, and of the others that are there, as many as
+    there is room for. They have to wait until some that have left are forgotten."""
+    others = [it for it in there if it not in needed][: max(0, most - len(needed))]
+    allowed = needed.union(others)
+    return [it for it in there if it in allowed] + list(needed.difference(there))

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +21,7 @@ from .far_requests import FarClient, FarService
 from .frame_queue import FrameQueue
 from .frames import (
     CANCEL,
+    FAN_OUT,
     LATEST,
     LOSSLESS,
     MOST_FRAME,
@@ -354,12 +355,9 @@ class Stream:
             if isinstance(frame, Items):
                 after = frame.after
                 for item in frame.items:
-                    self._check_attempt(frame)
-                    if not self._accept(after, item.number):
-                        after = item.number
-                        continue
+                    if self._accept(frame, after, item.number):
+                        self._pass_on(frame, item)
                     after = item.number
-                    self._pass_on(frame, item)
             elif isinstance(frame, Part):
                 self._add(frame)
             elif isinstance(frame, Status):
@@ -395,42 +393,49 @@ class Stream:
             raise WireError(f"item {place[0]} at {place[1]} comes again, behind {self._newest[0]} at {self._newest[1]}")
         self._newest = (frame.items[-1].number, 0) if isinstance(frame, Items) else place
 
-    def _accept(self, after: int, number: int) -> bool:
+    def _accept(self, frame: Frame, after: int, number: int) -> bool:
+        """Whether an item is new. Raises `_OfBefore` if the near relay has begun anew, and sends this again."""
         self._filling = None  # what was begun before is not gone on with: a request that has ended
         with self._lock:
+            if frame.attempt != self.attempt:
+                raise _OfBefore
             is_new = self._incoming.accept(after, number)
         if not is_new:
             self._inbound.duplicates += 1
         return is_new
 
-    def _check_attempt(self, frame: Frame) -> None:
-        """Raise `_OfBefore` if the near relay has begun anew: it sends this again, and may have done so already."""
-        with self._lock:
-            if frame.attempt != self.attempt:
-                raise _OfBefore
-
     def _pass_on(self, frame: Frame, item: Item) -> None:
         """Publish one whole item."""
-        if not self._is_sound(item.number, item.description, len(item.payload)):
+        number, uid, description, payload = item
+        nbytes, senders = len(payload), self._senders
+        if not self._is_sound(number, description, nbytes):
             return
-        self._check_announced(item.sender)
-        seq = self._place(frame, item.number, item.sender, lambda: self._sender(item.sender).forward(item, _FULL_S))
-        if seq is not None:
-            self._note_published(item.number, item.sender, seq, len(item.payload))
+        if uid not in senders:
+            self._check_announced(uid)
+        while True:
+            try:
+                seq = (senders.get(uid) or self._sender(uid)).forward(item, _FULL_S)
+                break
+            except ShmTensorError as error:
+                if not self._waits(frame, number, uid, error):
+                    return
+        self._note_published(number, uid, seq, nbytes)
 
     def _add(self, frame: Part) -> None:
         """Copy a part of an item into its slot; publish it with the last one."""
         if frame.offset == 0:
-            if not self._accept(frame.after, frame.number):
+            if not self._accept(frame, frame.after, frame.number):
                 return
             if not self._is_sound(frame.number, frame.description, frame.nbytes):
                 return
             self._check_announced(frame.sender)
-            filling = self._place(
-                frame, frame.number, frame.sender, lambda: self._sender(frame.sender).fill(frame, _FULL_S)
-            )
-            if filling is None:
-                return
+            while True:
+                try:
+                    filling = self._sender(frame.sender).fill(frame, _FULL_S)
+                    break
+                except ShmTensorError as error:
+                    if not self._waits(frame, frame.number, frame.sender, error):
+                        return
             self._filling = frame.attempt, frame.number, filling, frame.sender
         elif self._filling is None or self._filling[:2] != (frame.attempt, frame.number):
             if frame.number <= self._incoming.received:
@@ -443,10 +448,16 @@ class Stream:
         filling.add(frame.payload)
         if filling.filled == filling.nbytes:
             # crash: relay.filled
-            seq = self._place(frame, frame.number, uid, filling.finish)
+            while True:
+                try:
+                    seq = filling.finish()
+                    break
+                except ShmTensorError as error:
+                    if not self._waits(frame, frame.number, uid, error):
+                        self._filling = None
+                        return
             self._filling = None
-            if seq is not None:
-                self._note_published(frame.number, uid, seq, filling.nbytes)
+            self._note_published(frame.number, uid, seq, filling.nbytes)
 
     def _is_sound(self, number: int, description: bytes, nbytes: int) -> bool:
         """Whether receivers could read an item. One that they could not is passed over, as they would do."""
@@ -464,32 +475,29 @@ class Stream:
             return False
         return True
 
-    def _place(self, frame: Frame, number: int, uid: int, attempt: Callable[[], Any]) -> Any:
-        """Do what needs a slot, as soon as there is one. Meanwhile, what consumers have done is reported.
+    def _waits(self, frame: Frame, number: int, uid: int, error: ShmTensorError) -> bool:
+        """There is no slot for an item: whether to try again. Meanwhile, what consumers have done is reported.
 
-        None: there is no room for it, which is what its client gets to know, as it would here.
+        False: there is no room for it, which is what its client gets to know, as it would here.
         """
-        while True:
-            try:
-                return attempt()
-            except RingFull:
-                self._shortage = None
-            except (ResourceError, TimedOut) as error:
-                if self._service is not None:
-                    return self._decline(self._service, number, str(error))
-                self._hold_up(error)
-            except ShmTensorError as error:
-                if isinstance(error, (ClosedError, WireError)):
-                    self._retire(uid)
-                raise _Refused(str(error)) from None
-            if self._stop:
+        if isinstance(error, RingFull):
+            self._shortage = None
+        elif isinstance(error, (ResourceError, TimedOut)):
+            if self._service is not None:
+                self._decline(self._service, number, str(error))
+                return False
+            self._hold_up(error)
+        else:
+            if isinstance(error, (ClosedError, WireError)):
+                self._retire(uid)
+            raise _Refused(str(error)) from None
+        self._tick()
+        self._collect()
+        self._say_if_due()
+        with self._lock:
+            if self._stop or self._is_over or frame.attempt != self.attempt:
                 raise _OfBefore
-            self._check_attempt(frame)
-            self._tick()
-            self._collect()
-            self._say_if_due()
-            if self._is_over:
-                raise _OfBefore
+        return True
 
     def _hold_up(self, error: ShmTensorError) -> None:
         """Something is short: a pause, then the same again. If that lasts, the near relay is told, and tries again.
@@ -521,11 +529,10 @@ class Stream:
             self._shortage, self._is_told = None, False
             inbound.note_supply(self.near)
         with self._lock:
-            self._incoming.receive(number)
-            if isinstance(sender, FarPublisher):
-                self._incoming.acknowledge(number)
-                inbound.acknowledged += 1
-        if isinstance(sender, FarProducer):
+            self._incoming.receive(number, is_done=self._pattern == FAN_OUT)
+        if self._pattern == FAN_OUT:
+            inbound.acknowledged += 1
+        elif isinstance(sender, FarProducer):
             self._unfinished[uid].add(number, *sender.done_word(seq), seq)
             self._progress = time.monotonic()
         inbound.messages += 1

@@ -74,11 +74,12 @@ class Outgoing(Generic[T]):
             self.sent_bytes == self.consumed or self.sent_bytes - self.consumed + nbytes <= self.nbytes
         )
 
-    def add(self, item: T) -> int:
-        """Number a new item."""
-        self.newest += 1
-        self._items[self.newest] = item
-        return self.newest
+    def add(self, items: Iterable[T]) -> list[tuple[int, T]]:
+        """Number new items. Returns them with their numbers."""
+        numbered = list(enumerate(items, self.newest + 1))
+        self._items.update(numbered)
+        self.newest += len(numbered)
+        return numbered
 
     def note_sent(self, nbytes: int) -> None:
         """Bytes of a body were sent."""
@@ -96,15 +97,12 @@ class Outgoing(Generic[T]):
                 f"item {newest} and {consumed} bytes acknowledged, of {self.newest} and {self.sent_bytes} sent"
             )
         self.consumed = max(self.consumed, consumed)
-        done = []
-        while self._items and next(iter(self._items)) <= acknowledged:
-            done.append(self._items.popitem(last=False)[1])
-        for first, last in ranges:
-            if last - first < len(self._items):
-                found = range(first, last + 1)
-                done += [self._items.pop(number) for number in found if number in self._items]
-            else:
-                done += [self._items.pop(it) for it in [it for it in self._items if first <= it <= last]]
+        items, done = self._items, []
+        for first, last in ((self.oldest, acknowledged), *ranges):
+            found: Iterable[int] = range(first, last + 1)
+            if last - first > len(items):
+                found = [it for it in items if first <= it <= last]
+            done += [items.pop(it) for it in found if it in items]
         return done
 
     def count_beyond(self, number: int) -> int:
@@ -164,15 +162,20 @@ class Incoming:
             )  # what is acknowledged was received: STATE says so while `number` waits for a slot
         return True
 
-    def receive(self, number: int) -> None:
-        """The item that `accept` allowed is whole."""
+    def receive(self, number: int, *, is_done: bool = False) -> None:
+        """The item that `accept` allowed is whole; `is_done`: and need not be kept by the near relay any more."""
         self.received = number
+        if is_done:
+            self._acknowledge(number, number)
 
     def acknowledge(self, number: int) -> None:
         """An item needs not be kept by the near relay any more."""
         self._acknowledge(number, number)
 
     def _acknowledge(self, first: int, last: int) -> None:
+        if not self._beyond and first <= self.acknowledged + 1:
+            self.acknowledged = max(self.acknowledged, last)
+            return
         if last <= self.acknowledged:
             return
         at = bisect.bisect_left(self._beyond, (first, 0))

@@ -18,7 +18,7 @@ class Link:
         self.window = Outgoing()
         self.window.begin(100, 1 << 30, 0)
         self.sender = ItemSender(
-            (1, 2, 3), 0, [(self.window.add(each), each) for each in waiting], self.window,
+            (1, 2, 3), 0, self.window.add(waiting), self.window,
             lock=contextlib.nullcontext(), read=self.read, origin=lambda _: 7, claim=self.claim,
             put=lambda head, body: None,
         )  # fmt: skip
@@ -64,19 +64,20 @@ def test_nothing_is_left_of_what_has_ended(monkeypatch):
 
 
 def test_a_large_one_behind_what_has_ended_goes_in_parts(monkeypatch):
-    """It ends as it is looked at for the second time."""
-    found, link = recorded(monkeypatch), Link(b"one", bytes(3 * PART))
-    read, looked = link.sender._read, []
-
-    def ends(number, item):
-        looked.append(item)
-        if len(looked) == 2:
-            link.ended.add(b"one")
-        return read(number, item)
-
-    monkeypatch.setattr(link.sender, "_read", ends)
+    found, link = recorded(monkeypatch), Link(b"one", b"two", bytes(3 * PART), b"four")
+    link.ended |= {b"one", b"two"}
     link.sender.send()
-    assert found == [(0, 2, 0), (0, 2, PART), (0, 2, 2 * PART)]
+    assert found == [(0, 3, 0), (0, 3, PART), (0, 3, 2 * PART), (3, [4])]
+
+
+def test_what_does_not_go_into_the_frame_is_not_asked_for(monkeypatch):
+    """A request that was asked for may be there; behind a large one, none is."""
+    _, link = recorded(monkeypatch), Link(bytes(3 * PART), b"two")
+    asked, read = [], link.sender._read
+    monkeypatch.setattr(link.sender, "_read", lambda item: (asked.append(item), read(item))[1])
+    link.credit = PART + 100
+    link.sender.send()
+    assert b"two" not in asked
 
 
 def test_what_ends_between_two_parts_is_given_up(monkeypatch):

@@ -20,7 +20,7 @@ def test_credit():
     assert not window.may_add()
     assert not window.may_send(1)
     assert window.begin(2, 100, 0) == []
-    assert [window.add("a"), window.add("b")] == [1, 2]
+    assert window.add("ab") == [(1, "a"), (2, "b")]
     assert not window.may_add()
     assert window.may_send(1000), "nothing is under way: one of any size"
     window.note_sent(90)
@@ -36,8 +36,7 @@ def test_credit():
 def test_what_is_sent_and_not_received():
     window: Outgoing[str] = Outgoing()
     window.begin(9, 100, 0)
-    for name in "abcde":
-        window.add(name)
+    window.add("abcde")
     assert [window.count_beyond(number) for number in (0, 2, 5)] == [5, 3, 0]
     window.drop(4)
     assert window.count_beyond(2) == 2
@@ -117,7 +116,7 @@ def test_every_item_arrives(seed, restarts):
                 after = number
         elif sent < total and here.may_add():
             sent += 1
-            to_send.append((here.add(sent), sent))
+            to_send += here.add([sent])
         assert sum(item % 700 for _, _, item in buffered) <= B
         assert len(here) <= W
         if buffered and rng.random() < 0.5:
