@@ -8,11 +8,13 @@ import contextlib
 import html.parser
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import quote, unquote, urljoin
+
+from ..errors import CheckpointError
 
 _FINAL: Final = (PermissionError, IsADirectoryError, NotADirectoryError, TypeError, ValueError, NotImplementedError)
 """Errors that another attempt does not mend."""
@@ -22,8 +24,12 @@ _TIMES: Final = ("LastModified", "Last-Modified", "last_modified", "mtime", "upd
 _TAGS: Final = ("ETag", "etag", "generation", "md5Hash", "Last-Modified", "mtime", "LastModified")
 
 
-def tag_of(info: dict[str, Any]) -> object:
-    """What tells a file from another one under its name; None if the file system does not say."""
+class Replaced(CheckpointError):
+    """Another file than before is at a path."""
+
+
+def tag_of(info: Mapping[str, Any]) -> object:
+    """What tells a file from another one under its name, by what a file system or a server says; None if neither."""
     found = [(name, str(info[name])) for name in _TAGS if info.get(name)]
     return found[0] if found else None
 
@@ -55,6 +61,11 @@ def status_of(error: BaseException | None) -> int:
     if not status and type(error) is OSError and str(error).startswith("Forbidden"):  # gcsfs
         return 403
     return status
+
+
+def is_beyond(error: BaseException) -> bool:
+    """Whether a server says that the file ends before the range that it was asked for."""
+    return 416 in (status_of(error), status_of(error.__cause__))
 
 
 def has_no_bucket(error: BaseException) -> bool:
@@ -147,9 +158,24 @@ class TooLong(ValueError):
     """A body is longer than may come."""
 
 
-_Answer = contextlib.AbstractAsyncContextManager[tuple[Callable[[int], Awaitable[bytes]], bool, int]]
-"""Of a server: a function that reads some bytes of the body, at most so many; whether it is the range asked for; and
-the bytes of the file, -1 if the server does not say them with a range."""
+class Answer(NamedTuple):
+    """Of a server.
+
+    read:     reads some bytes of the body, at most so many
+    is_range: whether it is the range asked for
+    nbytes:   of the file; -1 if the server does not say them with a range
+    tag:      what tells the file from another one under its name; None if the server does not say
+    """
+
+    read: Callable[[int], Awaitable[bytes]]
+    is_range: bool
+    nbytes: int
+    tag: object
+
+
+_Coming = contextlib.AbstractAsyncContextManager[Answer]
+Met = Callable[[int, object], object]
+"""Called with the bytes and the tag of the file that an answer is of. Raises if it is another one than before."""
 
 
 @contextlib.asynccontextmanager
@@ -166,7 +192,8 @@ async def http_answer(fs: Any, url: str, start: int, end: int) -> AsyncIterator[
         answer.raise_for_status()
         if answer.status == 206:
             _check_range(answer.headers.get("Content-Range"), start)
-        yield answer.content.read, answer.status == 206, _total(answer.headers.get("Content-Range"))
+        total = _total(answer.headers.get("Content-Range"))
+        yield Answer(answer.content.read, answer.status == 206, total, tag_of(answer.headers))
 
 
 @contextlib.asynccontextmanager
@@ -178,7 +205,7 @@ async def s3_answer(fs: Any, key: str, start: int, end: int) -> AsyncIterator[An
     try:
         _check_range(answer.get("ContentRange"), start)
         is_range = answer["ResponseMetadata"]["HTTPStatusCode"] == 206
-        yield answer["Body"].read, is_range, _total(answer.get("ContentRange"))
+        yield Answer(answer["Body"].read, is_range, _total(answer.get("ContentRange")), tag_of(answer))
     finally:
         answer["Body"].close()
 
@@ -194,23 +221,24 @@ def _total(sent: str | None) -> int:
     return int(total) if total.isdecimal() and len(total) < 20 else -1
 
 
-async def receive(answer: _Answer, sink: Sink, most: int) -> bytes | None:
+async def receive(coming: _Coming, sink: Sink, most: int, met: Met = lambda *_: None) -> bytes | None:
     """Read an answer's body into the sink, or return it, if it is not the range asked for; an error beyond `most`."""
-    async with answer as (read, is_range, _):
-        if is_range:
-            while piece := await read(_PIECE):
+    async with coming as answer:
+        met(answer.nbytes, answer.tag)
+        if answer.is_range:
+            while piece := await answer.read(_PIECE):
                 sink.write(piece)
             return None
-        return await _collect(read, sink, most)
+        return await _collect(answer.read, sink, most)
 
 
-async def receive_small(answer: _Answer, sink: Sink, most: int) -> bytes:
+async def receive_small(coming: _Coming, sink: Sink, most: int) -> bytes:
     """The body of an answer to the request for a file's first `most` bytes and one more, which is all of a smaller
     file. The sink counts. Raises `TooLong`, and OSError if less comes than the server says."""
-    async with answer as (read, _, total):
-        data = await _collect(read, sink, most)
-    if len(data) < total:
-        raise OSError(f"{len(data)} of {total} bytes came")
+    async with coming as answer:
+        data = await _collect(answer.read, sink, most)
+    if len(data) < answer.nbytes:
+        raise OSError(f"{len(data)} of {answer.nbytes} bytes came")
     return data
 
 

@@ -10,7 +10,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -34,6 +34,7 @@ from .output import EncryptedOutput, Output, Sealing, describe
 from .plan import check_structure
 from .reading import Files, damaged
 from .remote import RemotePath
+from .threads import in_threads
 from .upload import check_writable, put_file
 
 _PIECE: Final = 8 << 20
@@ -287,10 +288,7 @@ def _write(opened: Opened, layout: Layout, output: AnyOutput, progress: Callable
     in_pieces = opened.places is not None and not opened.mappable
     tell = progress or _say_nothing
     summers = [Summer(crc=layout.needs_crc) for _ in plan.regions]
-    with (
-        ThreadPoolExecutor(1, thread_name_prefix="shmtensor-convert") as pool,
-        Files.of(opened) as files,
-    ):
+    with Files.of(opened) as files:
         is_mapped = opened.places is not None and not in_pieces
         mapped = map_files(opened, files, range(len(plan.regions))) if is_mapped else {}
         for file in range(len(layout.files)):
@@ -308,9 +306,8 @@ def _write(opened: Opened, layout: Layout, output: AnyOutput, progress: Callable
                         part = contents[at : at + _PIECE]
                     else:
                         part = _read_piece(opened, files, piece.region, at, min(_PIECE, piece.nbytes - at))
-                    writing = pool.submit(output.patch, file, piece.offset + at, part)
-                    summers[piece.region].update(part)
-                    writing.result()
+                    writing = partial(output.patch, file, piece.offset + at, part)
+                    in_threads([writing, partial(summers[piece.region].update, part)], 2)
                     tell(len(part))
     digests = [summer.digest for summer in summers]
     raise_damage(damaged(opened, dict(enumerate(digests))))

@@ -11,12 +11,13 @@ from typing import Any, Final
 
 from ..errors import ArgumentError, CheckpointError, CudaError, WrongKey
 from . import index
+from .answers import Replaced
 from .devices import check_device
 from .formats import Opened
 from .index import LATEST, UPLOADED, Saved
 from .keys import Key
 from .load import Verify, check_options, load_checkpoint
-from .locations import Location, Replaced, T, fresh, is_shortage, location
+from .locations import Location, T, fresh, is_shortage, location
 from .opening import Opener, each_newest_first, newest_first, open_listed, whole
 from .remote import RemotePath, is_outage
 

@@ -9,7 +9,6 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
 from math import inf
@@ -36,6 +35,7 @@ from .opening import PLAIN, Opener, open_once, persistently
 from .plan import Entry, Plan, build_state, check_structure, regions_of, storage_bytes, tensor_numbers
 from .reading import CHUNK, MAX_READERS, Damage, Files, damaged, default_readers, private, read_regions
 from .selection import Index, Slices, Span, check_slices, children, cut, descend, part_of, read_part, replaced, select
+from .threads import in_threads
 
 Verify = bool | Literal["all"]
 Path = str | os.PathLike[str]
@@ -368,8 +368,7 @@ def verify_mapped(opened: Opened, regions: Sequence[int], mapped: dict[int, Arra
     """Compare mapped regions with their digests. Raises `CheckpointError`."""
     if opened.digests is None:
         return
-    with ThreadPoolExecutor(readers, thread_name_prefix="shmtensor-verify") as pool:
-        found = list(pool.map(digest, [mapped[region] for region in regions]))
+    found = in_threads([partial(digest, mapped[region]) for region in regions], readers)
     raise_damage(damaged(opened, dict(zip(regions, found, strict=True))))
 
 
@@ -699,8 +698,8 @@ def _check_regions(
         return summer.digest
 
     order = sorted(range(len(places)), key=places.__getitem__)
-    with ThreadPoolExecutor(readers, thread_name_prefix="shmtensor-verify") as pool:
-        return damaged(opened, dict(zip(order, pool.map(digest_of, order), strict=True)))
+    found = in_threads([partial(digest_of, region) for region in order], readers)
+    return damaged(opened, dict(zip(order, found, strict=True)))
 
 
 def _check_rest(opened: Opened, files: Files, *, all_of_it: bool) -> None:

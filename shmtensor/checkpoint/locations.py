@@ -19,7 +19,9 @@ from typing import Any, BinaryIO, Final, NamedTuple, Protocol, TypeVar, cast
 from ..errors import ArgumentError, CheckpointError
 from ..memory.descriptors import OpenFile, open_file
 from ..memory.shortage import explain
-from .remote import RemotePath, at_once, is_url, open_url
+from .answers import Replaced
+from .remote import RemotePath, is_url, open_url
+from .threads import at_once
 
 Location = Path | RemotePath
 
@@ -189,10 +191,11 @@ def write_all(fd: int, data: bytes | memoryview, offset: int = 0) -> None:
 
 
 def copy_to_memory(path: RemotePath) -> MemoryFile:
-    """Read a whole file, for what only reads files of this machine. Raises OSError."""
+    """Read a whole file, for what only reads files of this machine. Raises OSError, `Replaced`."""
     memory = MemoryFile(path.name)
     with path.open_input() as file:
         copy_range(file, 0, file.nbytes, memory.fd)
+        file.check()
     return memory
 
 
@@ -223,10 +226,6 @@ T = TypeVar("T")
 
 _DAMAGED: Final = {errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA}
 _GONE: Final = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
-
-
-class Replaced(CheckpointError):
-    """Another file than before is at a path."""
 
 
 class Stamp(NamedTuple):

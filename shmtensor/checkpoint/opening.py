@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, WrongKey
 from . import index
+from .answers import Replaced
 from .description import read_described_file
 from .envelope import (
     CONTENTS,
@@ -38,7 +39,7 @@ from .formats import FORMATS, KNOWN, Opened, detect
 from .formats.base import INDEX, Place, find_groups, find_index, shard_of
 from .index import LATEST, is_file_name
 from .keys import KeyRing
-from .locations import Location, MemoryFile, Replaced, Stamp, T, fresh, is_shortage, open_input, stamp, unchanged
+from .locations import Location, MemoryFile, Stamp, T, fresh, is_shortage, open_input, stamp, unchanged
 from .manifest import MANIFEST, Part
 from .manifest import read as read_manifest
 from .plan import Entry, Plan, Region

@@ -29,7 +29,7 @@ import resource
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -45,13 +45,15 @@ from .devices import PIECE, Lane, Lanes
 from .envelope import DATA, SealedFile
 from .formats import Opened
 from .locations import DIRECT_MIN, LINE, PAGE, InputFile, LocalFile, Location, Stamp, check_same, open_input, stamp_of
-from .remote import GAP, Stopped, stop_by
+from .remote import GAP
+from .threads import check, in_threads, stopped
 
 CHUNK: Final = 4 << 20  # bytes; small enough to be in the cache when it is digested
 REQUEST_MIN: Final = 8 << 20  # bytes of a request to a server, if the tensor has so many
 REQUEST_MAX: Final = 256 << 20
 CHUNK_DIRECT: Final = 16 << 20  # bytes; with direct I/O the disk wants long reads
 MAX_READERS: Final = 64
+_LOOK: Final = 0.1  # seconds between two looks whether a reader that waits is told to stop
 _LARGE: Final = 4 << 20  # bytes
 _NOTHING: Final = np.empty(0, np.uint8)
 
@@ -130,27 +132,25 @@ class _Target:
 
 
 class _Turns:
-    """Who waits for another reader's chunk, until that reader fails."""
+    """Who waits for another reader's chunk, until the readers are told to stop."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._failed = False
 
     def wait_for(self, is_my_turn: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._failed or is_my_turn())
-            if self._failed and not is_my_turn():
-                raise Stopped
+            self._wait(is_my_turn)
+
+    def _wait(self, is_my_turn: Callable[[], bool]) -> None:
+        while not is_my_turn():
+            self._changed.wait(_LOOK)
+            check()
 
     @contextlib.contextmanager
     def moved(self) -> Iterator[None]:
         with self._changed:
             yield
             self._changed.notify_all()
-
-    def fail(self) -> None:
-        with self.moved():
-            self._failed = True
 
 
 class _Job(NamedTuple):
@@ -232,7 +232,7 @@ def _touch(jobs: Sequence[_Job], runs: Sequence[_Run]) -> None:
     the rest of the bytes would go to the other copy.
     """
     for job in jobs:
-        if not any(runs):
+        if stopped() or not any(runs):
             return
         if job.lock.acquire(blocking=False):
             try:
@@ -311,18 +311,14 @@ def read_regions(
     turns = _Turns()
 
     def work_off(own: Any, lane: Lane | None) -> None:
-        while jobs := _next(own, runs):
+        while not stopped() and (jobs := _next(own, runs)):
             read_jobs(jobs, lane)
 
     def work(number: int) -> None:
         own = runs[number] if number < len(runs) else None
-        try:
-            with contextlib.ExitStack() as stack:
-                lane = None if lanes is None else stack.enter_context(lanes.lane())
-                work_off(own, lane)
-        except BaseException:
-            turns.fail()
-            raise
+        with contextlib.ExitStack() as stack:
+            lane = None if lanes is None else stack.enter_context(lanes.lane())
+            work_off(own, lane)
 
     def read_jobs(jobs: list[_Job], lane: Lane | None) -> None:
         file, places = jobs[0].target.file, [job.places for job in jobs]
@@ -351,28 +347,10 @@ def read_regions(
     lanes = Lanes(memory_of, regions, total) if device else None
     count = max(1, min(readers, sum(map(len, runs))))
     ahead = _ahead(runs)
-    if count == 1:
-        work(0)
-    else:
-        stop, at_work = threading.Event(), []
-        with ThreadPoolExecutor(count + bool(ahead), "shmtensor-read", stop_by, (stop,)) as pool:
-            try:
-                at_work = [pool.submit(work, number) for number in range(count)]
-                if ahead:
-                    at_work.append(pool.submit(_touch, ahead, runs))
-                wait(at_work, return_when=FIRST_EXCEPTION)
-                if any(done.done() and done.exception() is not None for done in at_work):
-                    stop.set()
-            except BaseException:
-                stop.set()
-                raise
-            finally:
-                for run in runs:
-                    run.clear()  # after an error or Ctrl-C no reader begins another chunk
-        errors = [error for done in at_work if (error := done.exception()) is not None]
-        for error in errors:
-            if not isinstance(error, Stopped) or error is errors[-1]:
-                raise error
+    works = [partial(work, number) for number in range(count)]
+    if ahead and count > 1:
+        works.append(partial(_touch, ahead, runs))
+    in_threads(works, len(works))
     if digests is None:
         for file in {target.file for target in targets}:
             files.check(file)

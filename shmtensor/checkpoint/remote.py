@@ -25,7 +25,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import PurePosixPath
@@ -36,12 +36,15 @@ from ..errors import AccessDenied, ArgumentError, CheckpointError, DependencyErr
 from ..memory.lifecycle import track
 from ..options import how_to_install
 from .answers import (
+    Met,
+    Replaced,
     Sink,
     TooLong,
     between,
     changed_at,
     has_no_bucket,
     http_answer,
+    is_beyond,
     is_missing,
     linked,
     may_pass,
@@ -53,6 +56,7 @@ from .answers import (
     status_of,
     tag_of,
 )
+from .threads import Stopped, at_once, check, pause, waiting
 
 ATTEMPTS: Final = 5
 """How often a request is made before it is an error."""
@@ -81,14 +85,12 @@ _SPAN: Final = 1 << 20
 """Most bytes of the request for several short ranges."""
 GAP: Final = 8 << 10
 """Bytes between two ranges that are fetched as well, so that one request brings both."""
-_AT_ONCE: Final = 8
 _URL: Final = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*:)(/+)")
 REDIS: Final = ("redis", "rediss", "redis+unix")
 """Schemes of `redis_files.RedisFileSystem`, which is imported when one of them is used."""
 _SECRET: Final = re.compile(r"(?<=:/)(/?)[^/\s]*@|(?<=[^\s'\"])\?\S*")
 _REFUSED: Final = (401, 403)  # answers of HTTP
 
-_A = TypeVar("_A")
 _B = TypeVar("_B")
 _locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
 """Of file systems that are not asynchronous: few of them can be called by several threads at once."""
@@ -120,24 +122,6 @@ def without_secrets(text: str) -> str:
     return _SECRET.sub(r"\1", text)
 
 
-class Stopped(Exception):
-    """The thread was told to stop, during a request."""
-
-
-_own = threading.local()
-_never = threading.Event()
-
-
-def stop_by(event: threading.Event) -> None:
-    """Let requests of this thread end with `Stopped` once the event is set."""
-    _own.stop = event
-
-
-def _stop() -> threading.Event:
-    found: threading.Event = getattr(_own, "stop", _never)
-    return found
-
-
 class NoAnswer(OSError):
     """A server did not answer in time."""
 
@@ -158,22 +142,10 @@ def within(nbytes: int, call: Callable[[], _B]) -> _B:
     limit = TIMEOUT + nbytes / _SLOW
     end = time.monotonic() + limit
     while not wait([done], min(0.1, max(0.0, end - time.monotonic()))).done:
-        if _stop().is_set():
-            raise Stopped
+        check()
         if time.monotonic() >= end:
             raise NoAnswer(f"no answer within {limit:.0f} s")
     return done.result()
-
-
-def at_once(call: Callable[[_A], _B], each_of: Iterable[_A]) -> list[_B]:
-    """The results of requests, several of which are made at once. After an error, or Ctrl-C, none goes on."""
-    stop = threading.Event()
-    with ThreadPoolExecutor(_AT_ONCE, "shmtensor-read", stop_by, (stop,)) as pool:
-        try:
-            return list(pool.map(call, each_of))
-        except BaseException:
-            stop.set()
-            raise
 
 
 class Stat(NamedTuple):
@@ -186,12 +158,16 @@ class Stat(NamedTuple):
 class RemoteFile:
     """A file read by ranges. Thread-safe.
 
-    tag: what tells this file from another one under its name, None if the server does not say
+    It is the file that the first answer is of, by its size and tag: reading raises `Replaced` if another one has come
+    under the name. What answers do not say, the file system is asked for at the end (`check`).
+
+    tag: what the file system says to tell this file from another one, None if it says nothing
     """
 
     def __init__(self, store: _Store, key: str, nbytes: int, tag: object) -> None:
         self.nbytes = nbytes
         self._store, self._key, self._tag = store, key, tag
+        self._met: object = None  # the tag of the answers
         self._lock = threading.Lock()
         self._blocks: OrderedDict[int, Future[bytes | None]] = OrderedDict()
         self._spans: list[tuple[int, bytes]] = []  # of `prefetch`, in order
@@ -254,11 +230,16 @@ class RemoteFile:
         self._spans, self._whole = [], None
 
     def check(self) -> None:
-        """Raise `CheckpointError` if another file has come under the name meanwhile, as far as the server says so."""
+        """Raise `Replaced` if another file has come under the name while it was read, as far as anybody says so."""
         self._store.fs.invalidate_cache()
         now = self._store.ask(self._key)
         if now is None or now.get("size") != self.nbytes or tag_of(now) != self._tag:
-            raise CheckpointError(f"{self._store.url(self._key)} was replaced or deleted while it was read: load again")
+            raise self._store.replaced(self._key)
+
+    def _meet(self, nbytes: int, tag: object) -> None:
+        if nbytes not in (-1, self.nbytes) or (None not in (tag, self._met) and tag != self._met):
+            raise self._store.replaced(self._key)
+        self._met = tag or self._met
 
     def renew(self) -> None:
         """In a forked child: what threads of the parent were fetching never comes."""
@@ -292,7 +273,8 @@ class RemoteFile:
                         if self._blocks.get(number) is mine:
                             del self._blocks[number]
                     mine.set_result(None)
-            found = block.result()
+            with waiting():
+                found = block.result()
             if found is not None:
                 return found
 
@@ -304,7 +286,7 @@ class RemoteFile:
     def _fill(self, views: list[memoryview], start: int) -> None:
         whole = self._whole
         if whole is None:
-            whole = self._store.fill(self._key, views, start, self.nbytes)
+            whole = self._store.fill(self._key, views, start, self.nbytes, self._meet)
         if whole is not None:
             self._whole = whole
             scatter(memoryview(whole)[start:], views)
@@ -356,6 +338,10 @@ class _Store:
         """The URL of a key, as it is shown."""
         return without_secrets(str(self.fs.unstrip_protocol(key)))
 
+    def replaced(self, key: str) -> Replaced:
+        """The error of a file that is another one by now."""
+        return Replaced(f"{self.url(key)} was replaced or deleted while it was read: load again")
+
     def call(self, key: str, what: str, function: Callable[[], Any]) -> Any:
         """What the function returns; it is called again after errors that may pass. Raises OSError, `Stopped`."""
         return _call(self.url(key), what, function)
@@ -363,7 +349,7 @@ class _Store:
     def ask_server(self, name: str, *args: Any, nbytes: int = 0, **kwargs: Any) -> Any:
         """Call a method of the file system, with a time-out if it has a coroutine for it."""
         if not self._is_async:
-            with self._calls:
+            with waiting(), self._calls:
                 return getattr(self.fs, name)(*args, **kwargs)
         return self._run(getattr(self.fs, f"_{name}")(*args, **kwargs), nbytes)
 
@@ -382,8 +368,7 @@ class _Store:
                 except FutureTimeout:  # ours, or the coroutine's own
                     if future.done():
                         return future.result()
-                if _stop().is_set():
-                    raise Stopped
+                check()
                 count, now = arrived(), time.monotonic()
                 if count - counted >= TIMEOUT * _SLOW:
                     began, counted = now, count
@@ -392,9 +377,9 @@ class _Store:
         finally:
             future.cancel()
 
-    def fill(self, key: str, views: list[memoryview], start: int, size: int) -> bytes | None:
+    def fill(self, key: str, views: list[memoryview], start: int, size: int, met: Met) -> bytes | None:
         """Fill views with the bytes from `start` of a file of `size` bytes; returns the whole file instead if the
-        server ignores ranges. Raises OSError, `Stopped`.
+        server ignores ranges. Raises OSError, `Stopped`, `Replaced`.
 
         What has come before an error is kept; if that was a block or more, the attempts at the rest begin anew.
         """
@@ -406,10 +391,12 @@ class _Store:
             nonlocal done, whole
             sink = Sink(between(views, done, total))
             try:
-                whole = self._request(key, start + done, end, size, sink)
+                whole = self._request(key, start + done, end, size, sink, met)
                 if whole is None and sink.count < min(total - done, BLOCK):
                     raise OSError(f"{sink.count} bytes came")
             except Exception as error:
+                if is_beyond(error):
+                    raise self.replaced(key) from None
                 if sink.count < BLOCK or isinstance(error, Stopped) or not may_pass(error):
                     raise
             finally:
@@ -420,12 +407,12 @@ class _Store:
             self.call(key, f"bytes {start + done} to {end} of {size} cannot be read", once)
         return whole
 
-    def _request(self, key: str, start: int, end: int, size: int, sink: Sink) -> bytes | None:
+    def _request(self, key: str, start: int, end: int, size: int, sink: Sink, met: Met) -> bytes | None:
         """Ask for a range once. It goes into the sink, but from a server that ignores it the whole file is returned."""
         data: bytes | None
         if self.is_http or self._is_s3:
             answer = (http_answer if self.is_http else s3_answer)(self.fs, key, start, end)
-            data = self._run(receive(answer, sink, size), 0, lambda: sink.arrived)
+            data = self._run(receive(answer, sink, size, met), 0, lambda: sink.arrived)
         else:
             end = min(end, start + _WHOLE)
             data = self.ask_server("cat_file", key, nbytes=end - start, start=start, end=end)
@@ -450,7 +437,7 @@ class _Store:
             except TooLong:
                 return None
             except Exception as error:
-                if status_of(error.__cause__) == 416 or status_of(error) == 416:  # an empty file has no ranges
+                if is_beyond(error):  # an empty file has no ranges
                     return b""
                 raise
 
@@ -531,7 +518,7 @@ def _call(shown: str, what: str, function: Callable[[], Any]) -> Any:
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return function()
-        except Stopped:
+        except (Stopped, Replaced):
             raise
         except Exception as error:
             failed = error
@@ -539,8 +526,8 @@ def _call(shown: str, what: str, function: Callable[[], Any]) -> Any:
             break
         if attempt == ATTEMPTS:
             what += f", tried {ATTEMPTS} times"
-        elif _stop().wait(_PAUSE * 2 ** (attempt - 1) * (1 + random.random() / 2)):
-            raise Stopped
+        else:
+            pause(_PAUSE * 2 ** (attempt - 1) * (1 + random.random() / 2))
     raised = _explained(failed, shown, what)
     del failed, function  # nothing of it, which may name secrets, is left in a traceback
     raise raised

@@ -18,7 +18,6 @@ import math
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import EllipsisType
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -32,8 +31,9 @@ from .devices import sequence_of
 from .formats import Stored
 from .plan import Entry, Plan, Region, tensor_numbers
 from .reading import CHUNK, REQUEST_MIN, private
-from .remote import BLOCK, at_once
+from .remote import BLOCK
 from .structure import key_of
+from .threads import at_once, in_threads, stopped
 
 
 def select(tree: Any, keys: Iterable[str] | str, tensors: Sequence[Entry] | None = None) -> Any:
@@ -516,29 +516,17 @@ def _read_with_gaps(files: Source, file: int, start: int, target: Array, step: i
 
 def _run(files: Source, file: int, jobs: Iterator[tuple[Array, int]], label: str, readers: int) -> None:
     """Fill memory from the file, with several threads."""
-    lock, over = threading.Lock(), threading.Event()
+    lock = threading.Lock()
+
+    def take() -> tuple[Array, int] | None:
+        with lock:
+            return None if stopped() else next(jobs, None)
 
     def work() -> None:
-        try:
-            while not over.is_set():
-                with lock:
-                    job = next(jobs, None)
-                if job is None:
-                    return
-                files.fill(job[0], file, job[1], label)
-        except BaseException:
-            over.set()
-            raise
+        while (job := take()) is not None:
+            files.fill(job[0], file, job[1], label)
 
-    if readers == 1:
-        work()
-        return
-    with ThreadPoolExecutor(readers, thread_name_prefix="shmtensor-read") as pool:
-        try:
-            for done in [pool.submit(work) for _ in range(readers)]:
-                done.result()
-        finally:
-            over.set()  # after an error or Ctrl-C no thread begins another piece
+    in_threads([work] * readers, readers)
 
 
 # --- parts of the tensors of a state

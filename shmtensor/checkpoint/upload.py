@@ -43,7 +43,8 @@ from .index import PENDING, UPLOADED, Saved
 from .locations import location, read_regular
 from .manifest import MANIFEST
 from .ranks import RankDirectory
-from .remote import ONLY_READ, REDIS, NoAnswer, RemotePath, Stopped, url_of, within, without_secrets
+from .remote import ONLY_READ, REDIS, NoAnswer, RemotePath, url_of, within, without_secrets
+from .threads import Stopped
 
 PART: Final = 8 << 20
 """Bytes of a part, where the file system uploads in parts."""

@@ -27,7 +27,7 @@ from shmtensor import (
     open_checkpoint,
 )
 from shmtensor.checkpoint import names, remote
-from shmtensor.checkpoint.remote import Stopped
+from shmtensor.checkpoint.threads import Stopped
 from shmtensor.checkpoint.upload import Target, put_file
 
 from ..commands import app

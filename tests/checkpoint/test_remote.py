@@ -38,11 +38,12 @@ from shmtensor import (
     load_newest,
     open_checkpoint,
 )
-from shmtensor.checkpoint import answers, index, reading, remote, selection
+from shmtensor.checkpoint import answers, index, locations, reading, remote, selection
 from shmtensor.checkpoint.answers import linked
 from shmtensor.checkpoint.convert import convert, encrypt_file
 from shmtensor.checkpoint.envelope import SUFFIX as ENCRYPTED
 from shmtensor.checkpoint.keys import MasterKey
+from shmtensor.checkpoint.load import check
 from shmtensor.checkpoint.opening import Opener, open_path
 from shmtensor.checkpoint.upload import put_file
 
@@ -803,13 +804,62 @@ def test_what_a_dead_server_has_is_not_said_to_be_damaged(tmp_path, quick):
 
 
 def test_it_becomes_another_file_while_it_is_read(served, tmp_path):
-    """The digests of what was opened tell."""
+    """The tag of each answer tells."""
     path = save({"w": torch.zeros(500_000)}, tmp_path / "served" / "a.safetensors")
     with open_checkpoint(f"{served.url}/a.safetensors") as found:
         path.unlink()
         save({"w": torch.ones(500_000)}, path)
-        with pytest.raises(CheckpointError, match="is damaged"):
+        with pytest.raises(CheckpointError, match="was replaced or deleted while it was read: load again"):
             found["w"].read()
+
+
+def test_it_becomes_a_shorter_file_while_it_is_read(served, tmp_path):
+    path = save({"w": torch.zeros(500_000)}, tmp_path / "served" / "a.safetensors")
+    with open_checkpoint(f"{served.url}/a.safetensors") as found:
+        path.write_bytes(path.read_bytes()[:100])
+
+        def answer(handler, _path, start, data):
+            if data:
+                return data
+            handler.send_error(416)
+            return None
+
+        served.fault = answer
+        with pytest.raises(CheckpointError, match="was replaced"):
+            found["w"].read(np.s_[400_000:])
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+@pytest.mark.parametrize("suffix", [".pt", ".old.pt", ".npz", ".safetensors"])
+def test_a_file_that_is_replaced_between_two_requests(served, tmp_path, monkeypatch, suffix, at):
+    """None is loaded half old and half new."""
+    monkeypatch.setattr(locations, "_COPIED", 1 << 18)
+
+    def write(path, value):
+        path.parent.mkdir(exist_ok=True)
+        state = {f"t{number}": torch.full((100_000,), value) for number in range(4)}
+        if suffix == ".npz":
+            np.savez(path, **state)
+        elif suffix == ".safetensors":
+            safetensors.torch.save_file(state, path)
+        else:
+            torch.save(state, path, _use_new_zipfile_serialization=suffix == ".pt")
+        return path
+
+    path, other = write(tmp_path / "served" / f"a{suffix}", 1), write(tmp_path / "b" / f"a{suffix}", 2)
+    count = itertools.count(1)
+
+    def replaces(handler, _path, start, data):
+        if handler.command != "GET" or next(count) != at:
+            return data
+        end = start + len(data)
+        os.replace(other, path)
+        return path.read_bytes()[start:end]
+
+    served.fault = replaces
+    with contextlib.suppress(CheckpointError):
+        found = load_checkpoint(f"{served.url}/a{suffix}", map=False)
+        assert len({int(value) for each in found.values() for value in each}) == 1
 
 
 def test_a_forked_child_reads_on(put, tmp_path):
@@ -1124,33 +1174,95 @@ def test_a_body_that_is_larger_than_asked_for(served, tmp_path, quick):
     assert len(sent) < 500
 
 
-def test_ctrl_c_ends_the_requests(served, tmp_path):
-    save({"w": torch.zeros(10_000_000)}, tmp_path / "served" / "a.safetensors")
-    over = threading.Event()
+def _load_whole(url, module):
+    load_checkpoint(url, map=False)
 
-    def hang(_handler, _path, start, data):
-        if start > 1 << 20:
-            over.wait(PATIENCE)
-        return data
 
-    served.fault = hang
-    began = []
+def _load_a_part(url, module):
+    load_checkpoint(url, map=False, slices={"weight": np.s_[1:]})
 
-    def interrupt():
-        wait_until(lambda: any(start > 1 << 20 for _, _, start, _ in served.requests))
-        began.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
 
-    helper = threading.Thread(target=interrupt)
+def _load_rows(url, module):
+    load_checkpoint(url, map=False, slices={"weight": np.s_[:, 1:2]})
+
+
+def _verify(url, module):
+    check(open_path(url), readers=4)
+
+
+def _fill(url, module):
+    load_into(module, url)
+
+
+@pytest.fixture
+def hanging(monkeypatch):
+    """A file system of this machine's files without time-outs, whose reads of many bytes begin when `go` is set."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    began, go = threading.Event(), threading.Event()
+
+    class Hanging(LocalFileSystem):
+        protocol = "hanging"
+
+        def cat_file(self, path, start=None, end=None, **options):
+            if end - start <= remote.BLOCK:
+                return super().cat_file(path, start, end, **options)
+            began.set()
+            assert go.wait(PATIENCE)
+            return super().cat_file(path, start, end, **options)
+
+    fsspec.register_implementation("hanging", Hanging, clobber=True)
+    monkeypatch.setattr(reading, "REQUEST_MIN", 1 << 20)
+    yield began, go
+    go.set()
+
+
+@contextlib.contextmanager
+def interrupted_when(event):
+    """Ctrl-C when the event is set, which must end what is within."""
+    helper = threading.Thread(target=lambda: event.wait(PATIENCE) and os.kill(os.getpid(), signal.SIGINT))
     helper.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            load_checkpoint(f"{served.url}/a.safetensors")
-        took = time.monotonic() - began[0]
+            yield
     finally:
-        over.set()
+        event.set()
         helper.join()
-    assert took < remote.TIMEOUT / 2
+
+
+LOADS = [_load_whole, _load_a_part, _load_rows, _verify, _fill]
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_ctrl_c_ends_the_requests(served, tmp_path, load):
+    module = torch.nn.Linear(1000, 4000, bias=False)
+    save({"weight": torch.zeros(4000, 1000)}, tmp_path / "served" / "a.safetensors")
+    began = threading.Event()
+
+    def hang(handler, _path, start, data):
+        if start >= 4096 and handler.command == "GET":
+            began.set()
+            handler.server.over.wait(PATIENCE)
+        return data
+
+    served.fault = hang
+    with interrupted_when(began):
+        load(f"{served.url}/a.safetensors", module)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_ctrl_c_does_not_wait_for_a_file_system_without_time_outs(hanging, tmp_path, load):
+    """What comes afterwards is written nowhere."""
+    began, go = hanging
+    module = torch.nn.Linear(1000, 4000, bias=False)
+    before = module.weight.detach().clone()
+    path = save({"weight": torch.zeros(4000, 1000)}, tmp_path / "a.safetensors")
+    with interrupted_when(began):
+        load(f"hanging://{path}", module)
+    assert not go.is_set()
+    go.set()
+    wait_until(lambda: not any(each.name.startswith("shmtensor checkpoint") for each in threading.enumerate()))
+    assert torch.equal(module.weight, before)
 
 
 # --- what cannot be

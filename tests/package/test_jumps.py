@@ -35,7 +35,6 @@ ALLOWED = {
     "checkpoint/answers.py:Sink.write": LIBRARY,
     "checkpoint/redis_files.py:RedisFileSystem._commit": RESETS,
     "checkpoint/redis_files.py:RedisFileSystem.info": RESETS,
-    "checkpoint/selection.py:_run.<locals>.work": LIBRARY,
     "checkpoint/upload.py:RankUploads._work": WRITING,
     "checkpoint/upload.py:RankUploads.add": WRITING,
     "checkpoint/upload.py:Uploads._work": WRITING,
