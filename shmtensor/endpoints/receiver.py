@@ -20,7 +20,7 @@ from ..errors import ClosedError, DependencyError, EndOfStream, ReleasedError, T
 from ..memory.segment import Unreadable
 from ..memory.shortage import Unserved
 from ..memory.words import acquire_fence, barrier, store
-from ..options import check_choice, check_timeout
+from ..options import check_choice, check_timeout, waits
 from ..ring.implementation import Counts, make_set
 from ..ring.layout import FAN_OUT, L_PUBLISHED, OtherVersion
 from ..ring.reader import ALL, ATTACH, GIVEN_UP, GROUP, LATEST, OTHER, UNREADABLE, Reader, Reception
@@ -157,15 +157,16 @@ class Receiver(Endpoint):
                 cannot be reached from here (docs/guide/device-memory.md).
             ClosedError, ForkedError: this receiver is closed, or was made by this process's parent.
         """
-        direct = self._direct
+        direct, spin = self._direct, self._spin
+        patience = spin.burst_ns if timeout is None or (type(timeout) is float and timeout > 0) or waits(timeout) else 0
         if direct is not None and not copy:
-            hands, patience = self._hands, self._spin.burst_ns if timeout is None or timeout else 0
+            hands = self._hands
             message: Message | None = direct[self, self._undelivered, hands and hands.hand, patience]
             if message is not None:  # no boundary from the load to the return
                 return message
-        return self._recv(timeout, copy)
+        return self._recv(timeout, copy, patience)
 
-    def _recv(self, timeout: float | None, copy: bool) -> Message:
+    def _recv(self, timeout: float | None, copy: bool, patience: int) -> Message:
         """`recv` of a message that cannot go straight to the caller, or is not there yet."""
         hand = None
         if self._hands is not None and not self._state:  # else `close` has acknowledged it, or it is the parent's
@@ -176,7 +177,7 @@ class Receiver(Endpoint):
             message: Message | None = None
             direct = self._direct
             if copy and direct is not None and not undelivered:
-                message = direct.recv(self, undelivered, self._spin.burst_ns if timeout is None or timeout else 0)
+                message = direct.recv(self, undelivered, patience)
             if message is None:
                 message = self._run_within(timeout, self._too_late, self._next)
             elif direct.more:
