@@ -35,6 +35,7 @@ FOREIGN: dict[str, set[str]] = {
     # asyncio: the running loop, or None, without an exception
     "endpoints/wait_queue.py": {"_get_running_loop"},
     # concurrent.futures: the executor is its own with other queues
+    "executor/calls.py": {"_RemoteTraceback"},
     "executor/executor.py": {"_ExecutorManagerThread", "_WorkItem", "_global_shutdown", "_is_owned", "_python_exit"},
     "executor/transport.py": {
         "_CallItem", "_ResultItem", "_call_queue", "_max_workers", "_result_queue", "_writer",
