@@ -112,6 +112,12 @@ def check_timeout(timeout: Any, name: str = "timeout") -> None:
         raise ArgumentError(f"{name} is more seconds than a float can be: pass None to wait for ever") from None
 
 
+def waits(timeout: float) -> bool:
+    """Check a timeout; whether it allows to wait."""
+    check_timeout(timeout)
+    return timeout > 0
+
+
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Check that an option is one of a few words."""
     if not isinstance(value, str) or value not in choices:

@@ -152,4 +152,4 @@ class Subscriber(AsyncReceiver):
 
     def wait_for_publishers(self, count: int, *, timeout: float | None = None) -> None:
         """Wait until at least `count` living publishers are there; `TimedOut` after `timeout` seconds."""
-        self._wait_for_senders(count, timeout, "publishers")
+        self._wait_for_members(count, timeout, "publishers", self._count_senders)

@@ -20,7 +20,7 @@ from ..errors import ClosedError, DependencyError, EndOfStream, ReleasedError, T
 from ..memory.segment import Unreadable
 from ..memory.shortage import Unserved
 from ..memory.words import acquire_fence, barrier, store
-from ..options import check_choice, check_timeout
+from ..options import check_choice, check_timeout, waits
 from ..ring.implementation import Counts, make_set
 from ..ring.layout import FAN_OUT, L_PUBLISHED, OtherVersion
 from ..ring.reader import ALL, ATTACH, GIVEN_UP, GROUP, LATEST, OTHER, UNREADABLE, Reader, Reception
@@ -157,15 +157,16 @@ class Receiver(Endpoint):
                 cannot be reached from here (docs/guide/device-memory.md).
             ClosedError, ForkedError: this receiver is closed, or was made by this process's parent.
         """
-        direct = self._direct
+        direct, spin = self._direct, self._spin
+        patience = spin.burst_ns if timeout is None or (type(timeout) is float and timeout > 0) or waits(timeout) else 0
         if direct is not None and not copy:
-            hands, patience = self._hands, self._spin.burst_ns if timeout is None or timeout else 0
+            hands = self._hands
             message: Message | None = direct[self, self._undelivered, hands and hands.hand, patience]
             if message is not None:  # no boundary from the load to the return
                 return message
-        return self._recv(timeout, copy)
+        return self._recv(timeout, copy, patience)
 
-    def _recv(self, timeout: float | None, copy: bool) -> Message:
+    def _recv(self, timeout: float | None, copy: bool, patience: int) -> Message:
         """`recv` of a message that cannot go straight to the caller, or is not there yet."""
         hand = None
         if self._hands is not None and not self._state:  # else `close` has acknowledged it, or it is the parent's
@@ -176,7 +177,7 @@ class Receiver(Endpoint):
             message: Message | None = None
             direct = self._direct
             if copy and direct is not None and not undelivered:
-                message = direct.recv(self, undelivered, self._spin.burst_ns if timeout is None or timeout else 0)
+                message = direct.recv(self, undelivered, patience)
             if message is None:
                 message = self._run_within(timeout, self._too_late, self._next)
             elif direct.more:
@@ -355,9 +356,6 @@ class Receiver(Endpoint):
 
     # --- sleeping
 
-    def _wait_for_senders(self, count: int, timeout: float | None, what: str) -> None:
-        self._wait_for_members(count, timeout, what, self._count_senders)
-
     def _count_senders(self) -> int:
         """How many senders are there now."""
         if time.monotonic() >= self._liveness_check_due:
@@ -371,8 +369,7 @@ class Receiver(Endpoint):
         self._waits = timeout != 0
         now = time.monotonic
         deadline = None if timeout is None else now() + timeout
-        message = self._spin.wait(self._poll_if_open, timeout)
-        if message is not None:
+        if (message := self._spin.wait(self._poll_if_open, timeout)) is not None:
             return message
         while True:
             if self._stop:
@@ -402,8 +399,7 @@ class Receiver(Endpoint):
         """The time is up: poll once more, after a liveness check if one is due, since a caller may never sleep."""
         if time.monotonic() >= self._liveness_check_due:
             self._check_liveness()
-        message = self._poll()
-        if message is not None:
+        if (message := self._poll()) is not None:
             return message
         if self._is_over():
             raise EndOfStream(self._over_text())
@@ -535,9 +531,10 @@ class Receiver(Endpoint):
             reader.end_dead()
 
     def _lease_emptied(self) -> None:
-        """Called when the last lease of a reader ends after close: leave if it was the last of all."""
+        """Called when the last lease of a reader ends after close, in any thread: leave if it was the last of all."""
         if self._state == LEAVING and not self._leases():
-            self._depart()
+            self._closing = self._lease_emptied  # a thread that is inside a call sees to it when that ends
+            self._try_run(self._depart)
 
     def _depart(self) -> None:
         """Leave the channel, and release the senders' memory: no lease is left."""
@@ -547,6 +544,11 @@ class Receiver(Endpoint):
         self._member.leave(lost=self._report_lost if self._traits.counts_lost and self in lingering else None)
         self._readers, self._retired, self._state = [], [], CLOSED  # last: what an exception cuts short is repeated
         lingering.discard(self)
+
+    def _depart_if_last(self) -> None:
+        """At exit: the last member leaves, since its views end with the process."""
+        if self._state == LEAVING and not self._member.control.anybody_alive():
+            self._depart()
 
     def _report_lost(self, count: int) -> None:
         """Log the messages that are lost: it was closed with views alive, and leaves now as the last member."""
@@ -755,7 +757,8 @@ class Receiver(Endpoint):
         finally:
             self._state = LEAVING
         self._end_dead_leases()
-        self._lease_emptied()
+        if not self._leases():
+            self._depart()
         wake_senders(self._member)
         if self._claims is not None:
             self._claims.leave()
@@ -764,8 +767,8 @@ class Receiver(Endpoint):
     def _at_exit(self) -> None:
         if self._state in (OPEN, CLOSING):
             self._leave(acknowledge=False)
-        if self._state == LEAVING and not self._member.control.anybody_alive():
-            self._depart()  # it is the last member, and its views end with the process
+        if self._state == LEAVING:
+            self._run(self._depart_if_last)
 
     def _outlast(self) -> None:
         """At exit, with views that nobody will drop, such as a daemon thread's: leave, if no other process is left.

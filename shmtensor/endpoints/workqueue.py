@@ -111,4 +111,4 @@ class Consumer(AsyncReceiver):
 
     def wait_for_producers(self, count: int, *, timeout: float | None = None) -> None:
         """Wait until at least `count` living producers are there; `TimedOut` after `timeout` seconds."""
-        self._wait_for_senders(count, timeout, "producers")
+        self._wait_for_members(count, timeout, "producers", self._count_senders)

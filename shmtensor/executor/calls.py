@@ -19,8 +19,6 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
 from ..mp.direct import DirectConsumer, DirectProducer, MessageRef, inline, unfold, value_of
 from ..mp.pickling import Transfer, Transfers, loads, nbytes_of
 from ..shielded import Condition, OwnThread, aside
@@ -402,18 +400,6 @@ def _renew(reference: weakref.WeakMethod[Callable[[], None]], retries: Retries) 
         retries.fail()
 
 
-def _rebuilt(described: tuple[str, bytes, list[Any]]) -> BaseException:
-    """The exception that a call raised, with its traceback as its cause. Raises what unpickling it raises, likewise."""
-    trace, stream, leaves = described
-    cause = standard._RemoteTraceback(trace)  # type: ignore[arg-type]  # it is text
-    try:
-        error: BaseException = loads([np.frombuffer(stream, np.uint8), *leaves])
-        error.__cause__ = cause
-        return error
-    except BaseException as failure:
-        raise failure from cause
-
-
 def end_attempt(retries: Retries, attempt: Attempt, sent: Packed | Raised | None, error: BaseException | None) -> None:
     """End an attempt's task, unless it is retried. Runs in the management thread."""
     channels, task = attempt.channels, attempt.task
@@ -433,7 +419,7 @@ def end_attempt(retries: Retries, attempt: Attempt, sent: Packed | Raised | None
     try:
         value, transfer = channels.open(sent)
         if isinstance(sent, Raised):
-            value = _rebuilt(value)
+            value = value.rebuilt(standard._RemoteTraceback)
     except BaseException as failure:
         task.fail(failure)
         return

@@ -12,15 +12,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import process as standard
 from multiprocessing import connection, util
-from pickle import PicklingError
 from typing import Any, Final, NamedTuple
 
-from ..errors import ClosedError, ShmTensorError
+from ..errors import ClosedError, ResourceError, ShmTensorError
 from ..memory import mapped_file
 from ..mp.direct import DirectConsumer, DirectProducer, MessageRef, Patience, inline, take_back, unfold, value_of
 from ..mp.pickling import dumps, loads
+from ..mp.raised import DescribedError
 from ..shielded import OwnThread
 
 INTERRUPTED: Final = 130
@@ -38,10 +37,7 @@ Packed = bytes | MessageRef
 
 
 class Raised(NamedTuple):
-    """The exception that a call raised: the text of its traceback, the exception's own stream, and its leaves.
-
-    The text is no part of that stream, so that it arrives whatever becomes of the exception.
-    """
+    """The exception that a call raised: a pickled `mp.raised.DescribedError`."""
 
     packed: Packed
 
@@ -93,15 +89,9 @@ def run(packed: Packed) -> Packed:
 def pack(raised: Any) -> Packed:
     """Pack the exception that a call raised, which the standard worker loop describes; or why it cannot be sent."""
     try:
-        return _worker.pack_error(raised.exc, raised.tb)
-    except Exception as failure:
-        failure.__cause__ = standard._RemoteTraceback(raised.tb)
-        described: Any = standard._ExceptionWithTraceback(failure, failure.__traceback__)  # type: ignore[arg-type]
-        try:
-            return _worker.pack_error(failure, described.tb)
-        except Exception:  # in its turn
-            text = f"{type(failure).__name__} at the exception of a call"
-            return _worker.pack_error(PicklingError(text), described.tb[-_MOST_TEXT:])
+        return _worker.pack(DescribedError.of(raised.exc, raised.tb), "an exception")
+    except ResourceError as shortage:
+        return _worker.pack(DescribedError.of(shortage, raised.tb[-_MOST_TEXT:]), "an exception")
 
 
 def named(packed: Packed) -> Packed:
@@ -141,12 +131,6 @@ class Worker:
         finally:
             message.release()  # done; its slot comes back when the last view of the arguments dies
             # crash: call.done
-
-    def pack_error(self, error: BaseException, trace: str) -> Packed:
-        """Pickle an exception, and the text of its traceback beside it: see `Raised`."""
-        stream, *leaves = dumps(error)
-        pieces = stream if type(stream) is list else [stream]
-        return self.pack((trace, b"".join(pieces), leaves), "an exception")
 
     def pack(self, result: object, what: str) -> Packed:
         """Pickle a result, and put it into a slot unless it is small."""

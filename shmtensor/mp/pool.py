@@ -33,6 +33,7 @@ from ..options import check_count, context_of, parse_bytes
 from .direct import MOST_WORKERS, DirectProducer, Patience, ThreadLocks, value_of
 from .pickling import dumps, loads
 from .queue_handle import default_limit
+from .raised import DescribedError
 
 _PER_WORKER: Final = 8
 """Tasks per worker that wait for it or run; the others wait in the parent and take no slots."""
@@ -169,19 +170,22 @@ class _WorkerEnds:
             raise EOFError from None
 
     def _fail(self, job: int, number: int, error: Exception) -> None:
-        """Answer with an exception; with its text, if it cannot be pickled."""
-        try:
-            self.put((job, number, (False, pool.ExceptionWithTraceback(error, error.__traceback__))))  # type: ignore[attr-defined]
-        except Exception as unsendable:
-            self.put((job, number, (False, pool.MaybeEncodingError(unsendable, error))))  # type: ignore[attr-defined]
+        """Answer with an exception."""
+        self.put((job, number, (False, pool.ExceptionWithTraceback(error, error.__traceback__))))  # type: ignore[attr-defined]
 
     def put(self, item: Any) -> None:
-        """Send a result; then its task is done. Raises what pickling it raises. None: the end of the results."""
+        """Send a result; then its task is done. Raises what pickling it raises, unless it is an exception.
+
+        None: the end of the results.
+        """
         if item is None:
             self.parent.end_results()
             return
-        job, number, result = item
-        value = dumps(result)
+        job, number, (succeeded, result) = item
+        if isinstance(result, pool.ExceptionWithTraceback):  # type: ignore[attr-defined]
+            error, trace = result.exc, result.tb
+            result = DescribedError.of(error, trace, lambda failure: pool.MaybeEncodingError(failure, error))  # type: ignore[attr-defined]
+        value = dumps((succeeded, result))
         # crash: task.returned
         try:
             self._answer(job, number, value)
@@ -316,6 +320,8 @@ class _ParentEnds:
                 copies = self._copies or scarce or free_bytes() < default_limit()
                 try:
                     result = loads(value_of(message, copies)[4:])
+                    if isinstance(result[1], DescribedError):
+                        result = False, result[1].rebuilt(pool.RemoteTraceback)  # type: ignore[attr-defined]
                 except Exception as error:
                     result = False, error
             message.release()
@@ -405,8 +411,9 @@ class Pool(pool.Pool):
     worker's rings more than half of `max_bytes`; and all results with `maxtasksperchild`, as views would keep files of
     ended workers open. A task gets its arguments in the same way.
 
-    A task raises what unpickling its call raises; what pickling its result raises, as `MaybeEncodingError`; and
-    `ResourceError` if there is no room for it or its result.
+    A task raises what unpickling its call raises; what pickling its result or its exception raises, as
+    `MaybeEncodingError`; what unpickling its exception raises; and `ResourceError` if there is no room for it or its
+    result. The worker's traceback is the `__cause__` of an exception, whatever becomes of that.
 
     >>> import numpy as np, shmtensor
     >>> with shmtensor.get_context("fork").Pool(2) as pool:

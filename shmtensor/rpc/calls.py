@@ -84,7 +84,9 @@ class Call:
     words, at: the words of its ring and the index of its slot's state, once it is posted
     """
 
-    __slots__ = ("at", "bits", "deadline", "done", "error", "event", "future", "seq", "value", "verdict", "words")
+    __slots__ = (
+        "at", "bits", "deadline", "done", "error", "event", "future", "seq", "value", "verdict", "withdrawn", "words",
+    )  # fmt: skip
 
     words: memoryview
     at: int
@@ -93,10 +95,11 @@ class Call:
     event: AutoResetEvent | None  # of the thread that waits for this call while another one receives
     future: RequestFuture | None
     verdict: tuple[int, int] | None  # why it has no reply: read before another request may take its slot
+    withdrawn: BaseException | None  # the same, if a thread of this client withdraws its request
 
     def __init__(self, deadline: int, bits: int) -> None:
         self.deadline, self.bits, self.seq, self.done = deadline, bits, 0, False
-        self.value = self.error = self.event = self.future = self.verdict = None
+        self.value = self.error = self.event = self.future = self.verdict = self.withdrawn = None
 
     def finish(self, value: Any, error: BaseException | None) -> None:
         """End the call. If it is interrupted it may be called again, also by several threads: it does what is left."""
@@ -108,6 +111,7 @@ class Call:
         else:
             future._finish(value, error)
             self.future = None  # the future owns it
+        self.withdrawn = None  # its traceback may refer to this call soon
         self.done = True
         event = self.event
         if event is not None:  # read after `done` is set: a thread that creates one reads `done` afterwards
@@ -222,12 +226,20 @@ def from_reply(value: Any, meta: Any) -> Exception:
         return WireError("a reply says that it is an error, and is none")
 
 
-def unanswered(requests: RequestSender, call: Call, lost: bool, unread: WireError | None = None) -> Exception:
+def closed(requests: RequestSender) -> ClosedError:
+    """The error of a request whose client is closed."""
+    return ClosedError(f'Client of service "{requests.name}" is closed')
+
+
+def unanswered(requests: RequestSender, answers: ReplyReceiver, call: Call, lost: bool) -> BaseException:
     """The error of a request that is done and has no reply.
 
-    `lost`: the client has taken it back from a server that has died. `unread` is the error of a living server whose
-    replies cannot be read, if there is one.
+    `lost`: the client has taken it back from a server that has died.
     """
+    if call.withdrawn is not None:
+        return call.withdrawn
+    if requests.closed:  # a server saw that this client has left
+        return closed(requests)
     code, attempt = requests.verdict(call)
     what = f'service "{requests.name}": '
     if code == DROPPED:
@@ -238,7 +250,7 @@ def unanswered(requests: RequestSender, call: Call, lost: bool, unread: WireErro
             what + "the server found no room for the reply beside those that this client keeps: copy what you keep and "
             "drop the replies, or give the server more (max_bytes=, slots=, /dev/shm); its log has the numbers",
         )
-    if not code and unread is not None:
+    if not code and (unread := answers.unread()) is not None:  # a living server's, of which no reply can be read
         return unread
     if code == DIED or lost or not attempt or (call.bits & ONCE and attempt > 1):
         return PeerDied(what + "the server that had this request died, or closed before it answered")
@@ -558,8 +570,8 @@ class CallsInFlight:
         except TimedOut:
             self.check_calls()
             return
-        except ClosedError as error:  # by another thread, or in a signal handler of this one
-            self.end_all(error)
+        except ClosedError:  # by another thread, or in a signal handler of this one
+            self.end_all()
             return
         del message
         self.dispatch()
@@ -649,14 +661,12 @@ class CallsInFlight:
             ):  # since `_expire`: its server may have refused it as late
                 self.expire(call)
             else:
-                self.end(call.seq, None, unanswered(requests, call, lost, self.answers.unread()))
+                self.end(call.seq, None, unanswered(requests, self.answers, call, lost))
         self.finish_ended()
 
     def expire(self, call: Call) -> None:
         """End a call whose time is up, without finishing it."""
-        error = late(self.requests, call)  # before `cancel`, which may finish it
-        self.requests.cancel(call)
-        self.end(call.seq, None, error)
+        self.withdraw(call, late(self.requests, call))
 
     def _expire(self) -> None:
         """End the calls whose time is up, without finishing them."""
@@ -666,6 +676,13 @@ class CallsInFlight:
         self.nearest = min((call.deadline for call in list(self.calls.values()) if call.deadline), default=0)
 
     # --- giving up
+
+    def withdraw(self, call: Call, error: BaseException) -> None:
+        """Withdraw a request, and end its call with `error`, without finishing it. Every step may be repeated."""
+        call.withdrawn = error  # first: another thread may find the request done before the call has ended
+        if not self.requests.closed:
+            self.requests.cancel(call)
+        self.end(call.seq, None, error)
 
     def give_up(self, call: Call) -> None:
         """Cancel a call that nothing waits for any more. Callers that raise append to `given_up` themselves."""
@@ -681,43 +698,35 @@ class CallsInFlight:
             except IndexError:
                 break
             if call.seq and self.calls.get(call.seq) is call:
-                if not self.requests.closed:
-                    self.requests.cancel(call)
-                self.end(call.seq, None, CancelledError())
+                self.withdraw(call, CancelledError())
             try:
                 given_up.remove(call)
             except ValueError:
                 pass
         self.finish_ended()
 
-    def end_all(self, error: BaseException) -> None:
-        """End and finish every call with a `ClosedError`."""
+    def end_all(self) -> None:
+        """Withdraw every request, and end and finish its call with `ClosedError`."""
         for call in list(self.calls.values()):
-            self.end(call.seq, None, ClosedError(str(error)))
+            self.withdraw(call, closed(self.requests))
         self.finish_ended()
-
-    def cancel_all(self) -> None:
-        """Withdraw every request; the calls have not ended yet."""
-        if not self.requests.closed:
-            for call in list(self.calls.values()):
-                self.requests.cancel(call)
 
     # --- closing
 
     def close(self) -> None:
         """Close both endpoints, end every call with `ClosedError`, and stop the threads. Every step may be repeated."""
-        self.cancel_all()
+        self.end_all()
         self.requests.close()
         self.answers.close()
         self.driver.stop()
-        self.end_all(ClosedError(f'Client of service "{self.requests.name}" is closed'))
+        self.end_all()  # those that began meanwhile
         self.promote()
         self.notifier.stop()
 
     async def aclose(self) -> None:
         """`close` for asyncio: the loop does not wait for threads that are inside a call."""
         ends = self.requests, self.answers
-        self.cancel_all()
+        self.end_all()
         self.driver.stop(wait=False)
         for end in ends:
             end.refuse_calls()

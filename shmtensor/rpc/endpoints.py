@@ -263,6 +263,10 @@ class RequestSender(Posting, Producer):
             finally:
                 locks.unlock(seq)  # only this process's lock
 
+    def _depart(self) -> None:
+        with self._withdrawing:  # another thread may have a lock on a request, which goes with their file
+            super()._depart()
+
     @staticmethod
     def _finish_request(call: Call, alone: bool) -> bool:
         """Mark a request that this process has locked as done; False if its server has finished it before.

@@ -627,10 +627,16 @@ def test_wrong_values_and_timeouts(channel):
             sub.recv(timeout="1")
         assert pub.send(np.array(1)) == 1
         assert int(sub.recv(timeout=PATIENCE).value) == 1
-        for timeout, error in (("1", TypeError), (-1, ValueError), (float("nan"), ValueError)):
+        wrong = ("1", TypeError), (-1, ValueError), (float("nan"), ValueError), (True, TypeError)
+        for timeout, error in wrong:
             with pytest.raises(error, match="timeout"):
                 pub.send(np.array(2), timeout=timeout)  # there is room
         assert pub.send(np.array(2)) == 2
+        for timeout, error in wrong:
+            for copy in (False, True):
+                with pytest.raises(error, match="timeout"):
+                    sub.recv(timeout=timeout, copy=copy)  # there is a message
+        assert int(sub.recv(timeout=0).value) == 2
 
 
 def test_seconds_that_no_float_holds(channel):

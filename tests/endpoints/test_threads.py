@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from contextlib import contextmanager
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 import shmtensor
-from shmtensor.endpoints import base
+from shmtensor.channel import membership
+from shmtensor.endpoints import base, receiver
 
 from ..waiting import PATIENCE, wait_until
 
@@ -156,7 +158,7 @@ def test_other_calls_run_while_a_thread_waits_for_receivers(channel, pair, full)
 def test_other_calls_run_while_a_thread_waits_for_senders(channel, pair):
     with pair[0](channel) as tx:
         rx = pair[1](channel)
-        call = Call(rx._wait_for_senders, 2, None, "senders")
+        call = Call(rx._wait_for_members, 2, None, "senders", rx._count_senders)
         wait_until(lambda: rx._readers)
         for number in range(3):
             tx.send(np.array(number))
@@ -165,7 +167,7 @@ def test_other_calls_run_while_a_thread_waits_for_senders(channel, pair):
         assert call.is_alive()
         with pair[0](channel):
             assert call.end().error is None
-        call = Call(rx._wait_for_senders, 2, None, "senders")
+        call = Call(rx._wait_for_members, 2, None, "senders", rx._count_senders)
         rx.close()
         assert isinstance(call.end().error, shmtensor.ClosedError)
 
@@ -174,7 +176,7 @@ def test_a_time_out_of_waiting_for_members_while_another_thread_waits(channel, p
     with pair[1](channel) as rx, pair[0](channel, slots=1) as tx:
         with receiving(rx) as call:
             with pytest.raises(shmtensor.TimedOut, match="another thread waits"):
-                rx._wait_for_senders(2, 0.01, "senders")
+                rx._wait_for_members(2, 0.01, "senders", rx._count_senders)
             tx.send(np.array(1))
         call.result.release()
         tx.send(np.array(2))
@@ -291,6 +293,39 @@ def test_more_threads_with_loans_than_slots(channel, pair):
                 seqs.append(message.seq)
         assert seqs == list(range(1, count * each + 1))
         assert [call.end().error for call in calls] == [None] * count
+
+
+@pytest.mark.parametrize("when", ["before it leaves", "after it has looked"])
+def test_the_last_view_dies_in_a_thread_while_another_one_closes(channel, pair, when, monkeypatch):
+    """One of the two leaves the channel, and the other does not find it half gone."""
+    with pair[0](channel) as tx, pair[1](channel) as rx:
+        tx.send(np.ones(64))
+        views, leaves, has_left = [rx.recv(timeout=PATIENCE).value], threading.Event(), threading.Event()
+        exclusively, unraisable = membership.exclusively, []
+        end_dead_leases, wake_senders = rx._end_dead_leases, receiver.wake_senders
+        dropping = threading.Thread(target=views.clear)
+
+        def leave_slowly(*args):
+            if threading.current_thread() is dropping:
+                leaves.set()
+                assert has_left.wait(PATIENCE)
+            return exclusively(*args)
+
+        def drop() -> None:
+            dropping.start()
+            wait_until(lambda: leaves.is_set() or not dropping.is_alive())
+
+        monkeypatch.setattr(membership, "exclusively", leave_slowly)
+        monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+        if when == "before it leaves":
+            monkeypatch.setattr(rx, "_end_dead_leases", lambda: (drop(), end_dead_leases()))
+        else:
+            monkeypatch.setattr(receiver, "wake_senders", lambda member: (drop(), wake_senders(member)))
+        rx.close()
+        has_left.set()
+        dropping.join(PATIENCE)
+        assert [str(it.exc_value) for it in unraisable] == []
+        assert rx._member.has_left
 
 
 def test_a_client_with_several_threads(channel):

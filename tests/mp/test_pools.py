@@ -24,6 +24,7 @@ import shmtensor
 from shmtensor.mp import pool as implementation
 
 from ..conftest import left_files
+from ..executor.calls import fail_in_a_way
 from ..forkservers import preloaded
 from ..scenes import few_files, own_shm, play
 from ..waiting import complaints, wait_for_end, wait_until
@@ -360,6 +361,24 @@ def test_an_argument_whose_error_cannot_be_pickled_fails_its_task_alone():
             workers.apply(double, (Refuses(),))
         assert workers.apply(double, (2,)) == 4
         assert workers._pool == [before]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("not rebuilt", TypeError), ("no exception", AttributeError),
+        ("not pickled", multiprocessing.pool.MaybeEncodingError),
+        ("nor what says so", multiprocessing.pool.MaybeEncodingError),
+    ],
+)  # fmt: skip
+def test_the_traceback_of_an_exception_that_does_not_arrive_arrives(kind, error):
+    with pool(1) as workers:
+        with pytest.raises(error) as caught:
+            workers.apply(fail_in_a_way, (kind,))
+        assert type(caught.value.__cause__) is multiprocessing.pool.RemoteTraceback
+        assert "in fail_in_a_way" in str(caught.value.__cause__)
+        assert "the text" in str(caught.value.__cause__)
+        assert workers.apply(double, (2,)) == 4
 
 
 PARENT = """

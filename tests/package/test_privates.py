@@ -35,6 +35,7 @@ FOREIGN: dict[str, set[str]] = {
     # asyncio: the running loop, or None, without an exception
     "endpoints/wait_queue.py": {"_get_running_loop"},
     # concurrent.futures: the executor is its own with other queues
+    "executor/calls.py": {"_RemoteTraceback"},
     "executor/executor.py": {"_ExecutorManagerThread", "_WorkItem", "_global_shutdown", "_is_owned", "_python_exit"},
     "executor/transport.py": {
         "_CallItem", "_ResultItem", "_call_queue", "_max_workers", "_result_queue", "_writer",
@@ -76,7 +77,8 @@ HOOKS: dict[str, set[str]] = {
     # a relay's ends, by a mixin: messages stay bytes, and what came from the far channel is left to others
     # and a near relay of a service lets the servers of this host take a request first; a far one's attempts count on
     "Receiver": {"_attach", "_reception", "_poll", "_refresh", "_sleep"},
-    "Sender": {"_publish"},
+    # and a client of a service leaves when none of its threads has a lock on a request
+    "Sender": {"_depart", "_publish"},
     # walks over a description or a state: the same walk that makes something else of a leaf
     "Tree": {"_composite"},
     "Outline": {"_note"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import threading
 from types import SimpleNamespace
@@ -10,12 +11,14 @@ import pytest
 import torch
 
 import shmtensor
+from shmtensor.memory.locks import LockFile
 from shmtensor.ring.implementation import Received
 from shmtensor.ring.layout import DEADLINE, NOTE
 from shmtensor.rpc.calls import Call, RequestFuture
 from shmtensor.rpc.endpoints import CANCELLED, ONCE
 from shmtensor.rpc.request import record_of
 
+from ..waiting import wait_until
 from .services import PATIENCE
 from .test_requests import pair, serving  # noqa: F401
 
@@ -239,6 +242,103 @@ def test_unusual_replies_of_several_servers(channel):
             ):
                 assert int(reply["number"] if number % 3 == 2 else reply[0]) == number
         assert client.statistics().duplicates == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        (lambda client, future: client.close(), shmtensor.ClosedError),
+        (lambda client, future: asyncio.run(client.aclose()), shmtensor.ClosedError),
+        (lambda client, future: future.cancel(), concurrent.futures.CancelledError),
+    ],
+    ids=["close", "aclose", "cancel"],
+)
+def test_a_request_that_a_thread_withdraws_while_another_looks_for_lost_ones(channel, end, error, monkeypatch):
+    """It is done, and its call has not ended, when the other one looks."""
+    with shmtensor.Server(channel), shmtensor.Client(channel) as client:
+        in_flight, withdrawn, looked = client._in_flight, threading.Event(), threading.Event()
+        call = in_flight.begin(None, True)
+        future = call.future = RequestFuture(in_flight, call)  # no thread of the client's own looks
+        client._requests.post(call, torch.zeros(4), None, None)
+        cancel, drain = client._requests.cancel, in_flight.drain
+        thread = threading.Thread(target=end, args=(client, future))
+
+        def cancel_and_wait(call) -> None:
+            cancel(call)
+            withdrawn.set()
+            assert looked.wait(PATIENCE)
+
+        def withdraw_first() -> None:
+            if not withdrawn.is_set():
+                thread.start()
+                assert withdrawn.wait(PATIENCE)
+            drain()
+
+        monkeypatch.setattr(client._requests, "cancel", cancel_and_wait)
+        monkeypatch.setattr(in_flight, "drain", withdraw_first)
+        in_flight.check_calls()
+        looked.set()
+        with pytest.raises(error):
+            future.result(PATIENCE)
+        thread.join(PATIENCE)
+
+
+def test_a_request_that_a_server_drops_since_its_client_has_closed(channel, monkeypatch):
+    """One that began while the client closed, in another thread."""
+    with shmtensor.Server(channel) as server, shmtensor.Client(channel) as client:
+        warm(client, server)
+        in_flight, futures = client._in_flight, []
+        leave, close = client._requests.close, client._answers.close
+
+        def begin() -> None:
+            if not futures:
+                futures.append(client.submit(torch.zeros(4)))
+            leave()
+
+        def look() -> None:
+            monkeypatch.undo()
+            before = server.statistics().cancelled
+            with pytest.raises(shmtensor.TimedOut):
+                server.recv(timeout=0)
+            assert server.statistics().cancelled == before + 1
+            in_flight.check_calls()
+            close()
+
+        monkeypatch.setattr(client._requests, "close", begin)
+        monkeypatch.setattr(client._answers, "close", look)
+        client.close()
+        with pytest.raises(shmtensor.ClosedError):
+            futures[0].result(PATIENCE)
+
+
+def test_a_request_that_a_thread_withdraws_while_another_closes_its_sender(channel, monkeypatch):
+    """The one that closes waits for the lock on the request to be dropped: its file goes."""
+    with shmtensor.Server(channel), shmtensor.Client(channel) as client:
+        requests, waits = client._requests, threading.Event()
+        future = client.submit(torch.zeros(4))
+        lock, try_exclusive = requests._withdrawing, LockFile.try_exclusive
+        closing = threading.Thread(target=requests.close)
+
+        class Noticing:
+            def __enter__(self) -> None:
+                if not lock.acquire(blocking=False):
+                    waits.set()
+                    lock.acquire()
+
+            def __exit__(self, *_) -> None:
+                lock.release()
+
+        def lock_late(self, byte: int) -> bool:
+            if self is requests._sequences.locks and not closing.ident:
+                closing.start()
+                wait_until(lambda: waits.is_set() or not closing.is_alive())
+            return try_exclusive(self, byte)
+
+        monkeypatch.setattr(requests, "_withdrawing", Noticing())
+        monkeypatch.setattr(LockFile, "try_exclusive", lock_late)
+        assert future.cancel()
+        closing.join(PATIENCE)
+        assert requests.closed
 
 
 def test_a_callback_has_the_reply_before_its_call_has_ended():
