@@ -114,17 +114,17 @@ class Receiver(Endpoint):
             membership.join(channel, self._traits.channel, part, self._prepare)
             if claims is not None:
                 claims.join(self._member)
-            control, peers = self._member.control, self._member.peers()
-            self._control_words, self._asleep = control.words, ctl.asleep_word(self._member.index)
+            self._control_words, self._asleep = self._member.control.words, ctl.asleep_word(self._member.index)
             self._counters = ctl.Counters(self._control_words, self._member.index)
             self._asleep_word = AsleepWord(self._control_words, self._asleep, self._counters)
-            self._senders_before = control.senders - sum(1 for entry in peers if entry.role == ctl.SENDER)
         except BaseException:
             self._abandon()
             raise
 
     def _prepare(self, member: Member) -> None:
         self._member = member
+        control = member.control  # locked: nobody joins between the two looks
+        self._senders_before = control.senders - sum(entry.role == ctl.SENDER for entry in control.members())
         self._inbox = self._traits.inbox(member.directory, member.uid)
         # crash: join.inbox
         if self._traits.kind == FAN_OUT and member.is_first:
@@ -696,8 +696,7 @@ class Receiver(Endpoint):
         self._refresh_if_stale()
         if self._readers:
             return False
-        unread = self.unread()
-        if unread is not None:
+        if (unread := self.unread()) is not None:
             raise unread
         return not any(self._living_strangers())
 
