@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import secrets
 import threading
@@ -389,7 +390,8 @@ class QueueHandle:
         self._make_room: Callable[[], object] = bool
 
     def keep(self, undelivered: list[Any], make_room: Callable[[], object]) -> None:
-        """Remember objects to put back when the handle is closed, after calling `make_room` for each."""
+        """Remember objects to put back when the handle is closed. `make_room`, called for each, returns whether it made
+        room that `abandoned` gives back."""
         self._undelivered, self._make_room = undelivered, make_room
 
     @property
@@ -479,15 +481,27 @@ class QueueHandle:
         """
         while self._undelivered:
             moved: list[Any] = []
+            made: list[Any] = []
+            before = self._published
             try:
                 moved.extend(map(self._undelivered.pop, (0,)))
-                self._make_room()
+                made.extend(itertools.starmap(self._make_room, ONCE))
                 self.putter.put(pickling.pack(moved[0]), 0.0, bool)
-            except Exception:  # another thread has it; or it cannot be put and is lost: no call is left to raise it
-                pass
-            except BaseException:
-                self._undelivered[:0] = moved
-                raise
+            except BaseException as error:
+                # an `Exception`: another thread has it; or it cannot be put and is lost: no call is left to raise it
+                is_lost = isinstance(error, Exception)
+                if self._published == before:
+                    if any(made):
+                        self.abandoned()
+                    if not is_lost:
+                        self._undelivered[:0] = moved
+                if not is_lost:
+                    raise
+
+    @property
+    def _published(self) -> int:
+        """How many items this process has put."""
+        return 0 if self._putter is None else self._putter.published
 
     def __del__(self) -> None:
         self.close()
