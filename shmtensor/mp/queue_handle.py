@@ -41,6 +41,7 @@ from ..channel.control import defer
 from ..channel.membership import Member
 from ..channel.names import semaphore_name, socket_dir
 from ..endpoints.base import SenderTraits
+from ..endpoints.sender import Wait
 from ..endpoints.spinning import Spin
 from ..endpoints.workqueue import Producer
 from ..errors import ArgumentError, ClosedError, ReentrantError, ResourceError, RingFull, ShmTensorError
@@ -273,7 +274,7 @@ class Putter(Producer):
         except RingFull:
             self._pool.eager = True
         when_full()
-        wait, held_since, given_back = 0.0, 0.0, -1
+        wait, held_since, given_back, slow = 0.0, 0.0, -1, Wait(self._why_full, self._member)
         while True:
             try:
                 self.send(value, timeout=wait)
@@ -281,6 +282,7 @@ class Putter(Producer):
             except RingFull:
                 # crash: put.waits
                 unread, held, nbytes = self._holders()
+            slow.check(0)
             now = time.monotonic()
             if unread or held != given_back:
                 held_since, given_back = now, held
@@ -289,8 +291,7 @@ class Putter(Producer):
                     raise ResourceError(errno.ENOMEM, self._held_text(held, nbytes))
                 held_since = now  # others' items wait to be got, and their rings go when these putters end
             if deadline is not None and now >= deadline:
-                text = f"{unread} items wait to be got" if unread else self._held_text(held, nbytes)
-                raise Full(f"no memory for the item: {text}")
+                raise Full(self._why_full())
             wait = _CHECK_INTERVAL if deadline is None else min(_CHECK_INTERVAL, deadline - now)
 
     def end(self) -> None:
@@ -308,6 +309,11 @@ class Putter(Producer):
                 held += 1
                 nbytes += span * ring.slot_bytes
         return unread, held, nbytes
+
+    def _why_full(self, _: int = 0) -> str:
+        unread, held, nbytes = self._holders()
+        why = f"{unread} items wait to be got" if unread else self._held_text(held, nbytes)
+        return f"no memory for the item: {why}"
 
     def _held_text(self, held: int, nbytes: int) -> str:
         if lacking := self._pool.lacking:

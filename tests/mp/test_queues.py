@@ -27,6 +27,7 @@ import torch
 import shmtensor
 from shmtensor import JoinableQueue, Queue, SimpleQueue
 from shmtensor.channel.control import exclusively
+from shmtensor.endpoints import sender
 from shmtensor.memory import placement, segment
 from shmtensor.memory.words import store
 from shmtensor.mp import queue as implementation
@@ -1039,6 +1040,15 @@ def test_unread_items_at_the_limit_are_a_full_queue():
         q.get(timeout=LONG)
     assert q.get(timeout=LONG) == "waits for memory"
     thread.join()
+
+
+def test_a_put_that_waits_for_memory_says_why_in_the_log(monkeypatch, caplog):
+    monkeypatch.setattr(sender, "SLOW_S", 0.0)
+    q = Queue(max_bytes="8MiB")
+    with pytest.raises(queue.Full):
+        while True:
+            q.put(torch.ones(1 << 18), timeout=0.01)
+    assert any("has waited" in text and "items wait to be got" in text for text in caplog.messages)
 
 
 @once("in an interpreter of its own")
