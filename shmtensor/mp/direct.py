@@ -25,7 +25,7 @@ from ..endpoints.base import LIVENESS_INTERVAL, SenderTraits
 from ..endpoints.message import Message
 from ..endpoints.workqueue import Producer
 from ..errors import PeerDied, ResourceError, RingFull, ShmTensorError, WireError
-from ..memory.segment import PAGE, free_bytes, where
+from ..memory.segment import PAGE, free_bytes, more_room, where
 from ..options import format_bytes
 from ..ring.layout import CLAIMED, DONE, R_RECORDS, RECORD_WORDS, WORK_QUEUE, RingShape, round_slot, state_word
 from ..ring.pool import Pool, Sizing
@@ -112,13 +112,17 @@ class _FittedPool(Pool):
         except ResourceError as error:
             if error.errno not in (errno.ENOMEM, errno.ENOSPC):
                 raise
-            limit = "none" if self._max_bytes is None else format_bytes(self._max_bytes)
+            used, remedy, limit = "", "send less at a time", "none"
+            if self.rings:
+                used = f"{format_bytes(self.nbytes)} are in rings for messages of other sizes, and rings never shrink; "
+                remedy = "send the largest first"
+            if self._max_bytes is not None:
+                remedy += ", pass a larger max_bytes="
+                limit = format_bytes(self._max_bytes)
             raise ResourceError(
                 error.errno,
-                f'no ring for a message of {format_bytes(nbytes)} of channel "{self._channel}": '
-                f"{format_bytes(self.nbytes)} are in rings for messages of other sizes, and rings never shrink; "
-                f"max_bytes={limit}, {where()} has {format_bytes(free_bytes())} free: send the largest first, pass a "
-                f"larger max_bytes=, or give {where()} more room (containers: --shm-size)",
+                f'no ring for a message of {format_bytes(nbytes)} of channel "{self._channel}": {used}'
+                f"max_bytes={limit}, {where()} has {format_bytes(free_bytes())} free: {remedy}, or {more_room()}",
             ) from error
 
 

@@ -211,9 +211,9 @@ def _with_grad(tensor: Any) -> Any:
 
 
 def _reduce_storage(storage: Any) -> _Reduced:
-    if storage.device.type != "cpu" or not storage.nbytes():
-        return storage.__reduce__()  # type: ignore[no-any-return]
     torch: Any = sys.modules["torch"]
+    if storage.device.type != "cpu":  # torch's own pickle of an untyped one cannot be read
+        return _untyped, (torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True),)
     return _storage_of, (torch.empty(0, dtype=torch.uint8).set_(storage),)
 
 
@@ -224,7 +224,13 @@ def _storage_of(tensor: Any) -> Any:
     return sys.modules["torch"].from_numpy(tensor.numpy()).untyped_storage()
 
 
+def _untyped(storage: Any) -> Any:
+    return storage._untyped_storage
+
+
 def _reduce_typed_storage(storage: Any) -> _Reduced:
+    if storage._untyped_storage.device.type != "cpu":
+        return storage.__reduce__()  # type: ignore[no-any-return]
     return _typed_storage, (storage._untyped_storage, storage.dtype)
 
 

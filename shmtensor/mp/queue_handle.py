@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import secrets
 import threading
@@ -40,6 +41,7 @@ from ..channel.control import defer
 from ..channel.membership import Member
 from ..channel.names import semaphore_name, socket_dir
 from ..endpoints.base import SenderTraits
+from ..endpoints.sender import Wait
 from ..endpoints.spinning import Spin
 from ..endpoints.workqueue import Producer
 from ..errors import ArgumentError, ClosedError, ReentrantError, ResourceError, RingFull, ShmTensorError
@@ -272,7 +274,7 @@ class Putter(Producer):
         except RingFull:
             self._pool.eager = True
         when_full()
-        wait, held_since, given_back = 0.0, 0.0, -1
+        wait, held_since, given_back, slow = 0.0, 0.0, -1, Wait(self._why_full, self._member)
         while True:
             try:
                 self.send(value, timeout=wait)
@@ -280,6 +282,7 @@ class Putter(Producer):
             except RingFull:
                 # crash: put.waits
                 unread, held, nbytes = self._holders()
+            slow.check(0)
             now = time.monotonic()
             if unread or held != given_back:
                 held_since, given_back = now, held
@@ -288,8 +291,7 @@ class Putter(Producer):
                     raise ResourceError(errno.ENOMEM, self._held_text(held, nbytes))
                 held_since = now  # others' items wait to be got, and their rings go when these putters end
             if deadline is not None and now >= deadline:
-                text = f"{unread} items wait to be got" if unread else self._held_text(held, nbytes)
-                raise Full(f"no memory for the item: {text}")
+                raise Full(self._why_full())
             wait = _CHECK_INTERVAL if deadline is None else min(_CHECK_INTERVAL, deadline - now)
 
     def end(self) -> None:
@@ -307,6 +309,11 @@ class Putter(Producer):
                 held += 1
                 nbytes += span * ring.slot_bytes
         return unread, held, nbytes
+
+    def _why_full(self, _: int = 0) -> str:
+        unread, held, nbytes = self._holders()
+        why = f"{unread} items wait to be got" if unread else self._held_text(held, nbytes)
+        return f"no memory for the item: {why}"
 
     def _held_text(self, held: int, nbytes: int) -> str:
         if lacking := self._pool.lacking:
@@ -389,7 +396,8 @@ class QueueHandle:
         self._make_room: Callable[[], object] = bool
 
     def keep(self, undelivered: list[Any], make_room: Callable[[], object]) -> None:
-        """Remember objects to put back when the handle is closed, after calling `make_room` for each."""
+        """Remember objects to put back when the handle is closed. `make_room`, called for each, returns whether it made
+        room that `abandoned` gives back."""
         self._undelivered, self._make_room = undelivered, make_room
 
     @property
@@ -479,15 +487,27 @@ class QueueHandle:
         """
         while self._undelivered:
             moved: list[Any] = []
+            made: list[Any] = []
+            before = self._published
             try:
                 moved.extend(map(self._undelivered.pop, (0,)))
-                self._make_room()
+                made.extend(itertools.starmap(self._make_room, ONCE))
                 self.putter.put(pickling.pack(moved[0]), 0.0, bool)
-            except Exception:  # another thread has it; or it cannot be put and is lost: no call is left to raise it
-                pass
-            except BaseException:
-                self._undelivered[:0] = moved
-                raise
+            except BaseException as error:
+                # an `Exception`: another thread has it; or it cannot be put and is lost: no call is left to raise it
+                is_lost = isinstance(error, Exception)
+                if self._published == before:
+                    if any(made):
+                        self.abandoned()
+                    if not is_lost:
+                        self._undelivered[:0] = moved
+                if not is_lost:
+                    raise
+
+    @property
+    def _published(self) -> int:
+        """How many items this process has put."""
+        return 0 if self._putter is None else self._putter.published
 
     def __del__(self) -> None:
         self.close()

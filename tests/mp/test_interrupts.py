@@ -149,6 +149,24 @@ def attempts_to_get(q, item):
     drain(q)
 
 
+@pytest.mark.parametrize("what", ITEMS)
+def test_putting_back(q, what):
+    """What `close` puts back, as an interrupted `get` has left it, is put back once."""
+    if type(q) is JoinableQueue:
+        pytest.skip("gives messages back instead")
+    item, put_back = ITEMS[what], q._handle._put_back
+    q._undelivered.append(item)
+    for attempt in each_boundary(put_back):
+        note(f"{type(q).__name__}, put back, {what}", attempt)
+        put_back()  # by the next close
+        found = drain(q)
+        assert len(found) == 1, attempt
+        assert same(found[0], item)
+        check_counts(q)
+        q._undelivered.append(item)
+    q._undelivered.clear()
+
+
 def test_get_of_an_empty_queue(q):
     if type(q) is SimpleQueue:
         pytest.skip("waits for ever")

@@ -23,6 +23,8 @@ import shmtensor
 
 from ..conftest import left_files
 from ..forkservers import preloaded
+from ..implementations import once
+from ..scenes import own_shm, play
 from ..waiting import wait_until
 from .test_queues import VALUES, same
 
@@ -235,6 +237,22 @@ def test_a_receiver_that_keeps_everything():
         kept.clear()
         writer.send(np.ones(LARGE))
         assert reader.recv().sum() == LARGE
+
+
+@once("in an interpreter of its own")
+def test_a_first_object_that_a_small_shm_has_no_room_for():
+    play(a_large_object_in_a_small_shm, mounts=(own_shm("size=16m"),))
+
+
+def a_large_object_in_a_small_shm() -> None:
+    with pipe(False, max_bytes="64MiB") as (reader, writer):
+        why = r"no ring for a message of 20\.0 MiB of channel \S+ max_bytes=64\.0 MiB, .* free: send less at a time, "
+        with pytest.raises(shmtensor.ResourceError, match=why):
+            writer.send(np.zeros(20 << 20, np.uint8))
+        writer.send(np.zeros(1 << 20, np.uint8))
+        with pytest.raises(shmtensor.ResourceError, match=r"\d MiB are in rings .*: send the largest first, "):
+            writer.send(np.zeros(20 << 20, np.uint8))
+        assert reader.recv().nbytes == 1 << 20
 
 
 def test_what_cannot_be_pickled_is_not_sent():

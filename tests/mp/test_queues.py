@@ -27,6 +27,7 @@ import torch
 import shmtensor
 from shmtensor import JoinableQueue, Queue, SimpleQueue
 from shmtensor.channel.control import exclusively
+from shmtensor.endpoints import sender
 from shmtensor.memory import placement, segment
 from shmtensor.memory.words import store
 from shmtensor.mp import queue as implementation
@@ -178,6 +179,37 @@ def test_quantized_tensors_and_modules_survive():
     assert got.q_scale() == sent.q_scale()
     x = torch.ones(4, 3)
     assert torch.equal(same_module(x), module(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_survive(layout):
+    q = Queue()
+    parts = [torch.arange(3.0), torch.arange(5.0)]
+    q.put(torch.nested.nested_tensor(parts, layout=layout))
+    got = q.get(timeout=LONG)
+    assert (got.is_nested, got.layout) == (True, layout)
+    assert all(map(torch.equal, got.unbind(), parts))
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+@pytest.mark.parametrize("elements", [0, 3])
+def test_storages_survive(elements, monkeypatch):
+    def typed(storage):
+        return torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.float32, _internal=True)
+
+    q = Queue()
+    storage = torch.arange(elements, dtype=torch.float32).untyped_storage()
+    q.put([storage, typed(storage)])
+    with monkeypatch.context() as patched:  # as if they were on a device
+        patched.setattr(torch.UntypedStorage, "device", torch.device("cuda", 0))
+        patched.setattr(torch.serialization, "location_tag", lambda _: "cpu")
+        q.put([storage, typed(storage)])
+    for _ in range(2):
+        untyped, other = q.get(timeout=LONG)
+        for got in (typed(untyped), other):
+            assert got.dtype == torch.float32
+            assert list(got) == list(range(elements))
 
 
 def test_what_shares_memory_in_one_item_shares_it_on_arrival():
@@ -1008,6 +1040,15 @@ def test_unread_items_at_the_limit_are_a_full_queue():
         q.get(timeout=LONG)
     assert q.get(timeout=LONG) == "waits for memory"
     thread.join()
+
+
+def test_a_put_that_waits_for_memory_says_why_in_the_log(monkeypatch, caplog):
+    monkeypatch.setattr(sender, "SLOW_S", 0.0)
+    q = Queue(max_bytes="8MiB")
+    with pytest.raises(queue.Full):
+        while True:
+            q.put(torch.ones(1 << 18), timeout=0.01)
+    assert any("has waited" in text and "items wait to be got" in text for text in caplog.messages)
 
 
 @once("in an interpreter of its own")
