@@ -392,8 +392,8 @@ def _chunk(item: WriteItem, data: Any) -> torch.Tensor:
         raise ArgumentTypeError(
             f"item {item.index.fqn!r:.80} is a {type(data).__name__} that is no dense tensor: only those are saved here"
         )
-    sizes = _about(item).chunk.sizes
-    if tensor.shape != sizes:
+    sizes = _about(item).chunk.sizes  # of a planner of others it may be a list
+    if tensor.shape != tuple(sizes):
         raise ArgumentTypeError(
             f"item {item.index.fqn!r:.80} has shape {list(tensor.shape)}, its plan says {list(sizes)}"
         )
@@ -464,7 +464,6 @@ class AsyncStager(staging.AsyncStager):
             self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=process_group is not None)
             self._place = Place(dist.get_rank(self._group), len(ranks))
         self._last: _Planned | None = None
-        self._plan: SavePlan | None = None
         self._closed = False
 
     def stage(self, state_dict: State) -> State:
@@ -472,11 +471,11 @@ class AsyncStager(staging.AsyncStager):
         if self._closed:
             raise ArgumentError("the AsyncStager is closed: make a new one")
         (planner, planned), same = self._together(partial(self._prepare, state_dict))
-        plan = self._plan
+        plan = planned.plan
         if plan is None or not same:
             self._last = None  # until the exchange is over
-            plan = self._plan = self._exchange(planner, planned.plan)
-            self._last = planned
+            plan = self._exchange(planner, planned.local)
+            self._last = planned._replace(plan=plan)
         try:
             (saving, staged), _ = self._together(partial(self._copy, state_dict, planner, plan))
         except BaseException:
@@ -488,20 +487,21 @@ class AsyncStager(staging.AsyncStager):
 
     def _prepare(self, state_dict: State) -> tuple[tuple[SavePlanner, _Planned], bool]:
         """Open the writer, and plan; and whether the plan is that of the last save."""
-        planner, last = self._make_planner(), self._last
+        planner, planned = self._make_planner(), self._last
+        last = planned
         planner.set_up_planner(state_dict=state_dict, storage_meta=None, is_coordinator=self._place.rank == 0)
-        grounds = _grounds(planner)
-        if last is None or grounds is None or grounds != last.grounds:
+        grounds: Any = _grounds(planner)
+        if planned is None or grounds != planned.grounds:
             local = planner.create_local_plan()
             if not local.usable:
                 raise ArgumentError(
                     "planner= makes planners that cache their plans: leave that out, the stager does it"
                 )
-            planned = _Planned(local, hashlib.sha256(pickle.dumps(local)).digest() if grounds is None else grounds)
-        else:
-            planned = last
+            grounds = grounds or hashlib.sha256(pickle.dumps(local)).digest()
+            if planned is None or grounds != planned.grounds:
+                planned = _Planned(local, grounds)
         self._writer.open(self._place)
-        return (planner, planned), last is not None and planned.grounds == last.grounds
+        return (planner, planned), planned is last
 
     def _copy(self, state_dict: State, planner: SavePlanner, plan: SavePlan) -> tuple[tuple[Saving, State], bool]:
         """Copy this rank's items into shared memory."""
@@ -558,15 +558,18 @@ class AsyncStager(staging.AsyncStager):
 
 
 class _Planned(NamedTuple):
-    """The local plan of this rank, and what it follows from: of any planner that is the plan itself, as a digest."""
+    """A plan, and what it follows from: one record, so that a thread never takes one without the other."""
 
-    plan: SavePlan
+    local: SavePlan
+    """Of this rank."""
     grounds: Any
+    """What the local plan follows from: of any planner that is the plan itself, as a digest."""
+    plan: SavePlan | None = None
+    """What the planner of the first rank has made of it; None before the exchange."""
 
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
-_ATTRIBUTES: Final = attrgetter("shape", "dtype", "layout")
-_SHARDING: Final = attrgetter("device_mesh", "placements")
+_ATTRIBUTES: Final = attrgetter("shape", "dtype")
 
 
 def _grounds(planner: SavePlanner) -> tuple[Any, ...] | None:
@@ -583,16 +586,15 @@ def _grounds(planner: SavePlanner) -> tuple[Any, ...] | None:
         if kind in _PLAIN:
             tensors.append(value)
         elif kind is DTensor and _local_kind(value) in _PLAIN:
-            distributed.append(value)
+            tensors.append(value)
+            # the types, too: in versions of torch a _StridedShard equals the Shard of its dimension
+            distributed.append((value.device_mesh, value.placements, list(map(type, value.placements))))
         elif isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
             return None
         else:
             kind = None
         kinds.append(kind)
-    return (
-        list(planner.state_dict), kinds, planner.flatten_state_dict, planner.mappings,
-        list(map(_ATTRIBUTES, tensors)), list(map(_ATTRIBUTES, distributed)), list(map(_SHARDING, distributed)),
-    )  # fmt: skip
+    return list(planner.state_dict), kinds, planner.mappings, list(map(_ATTRIBUTES, tensors)), distributed
 
 
 def _local_kind(tensor: DTensor) -> type[Any]:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import traceback
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,8 +41,9 @@ dcp = pytest.importorskip("torch.distributed.checkpoint")
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys as load_all  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
+from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 
 from shmtensor.dcp import AsyncStager, StorageReader, StorageWriter  # noqa: E402
 
@@ -153,7 +155,7 @@ def local(tensor, mesh, placements):
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             parts = part.chunk(mesh.size(axis), placement.dim)
-            at = mesh.get_local_rank(axis)
+            at = mesh.get_coordinate()[axis]
             empty = part.narrow(placement.dim, 0, 0)
             part = parts[at] if at < len(parts) else empty
     return DTensor.from_local(
@@ -185,7 +187,7 @@ def leaves(state, path="") -> dict:
     if isinstance(state, dict):
         return {name: leaf for key in state for name, leaf in leaves(state[key], f"{path}.{key}").items()}
     if isinstance(state, list):
-        return {name: leaf for key, each in enumerate(state) for name, leaf in leaves(each, f"{path}.{key}").items()}
+        return {name: leaf for key, each in enumerate(state) for name, leaf in leaves(each, f"{path}[{key}]").items()}
     return {path: state}
 
 
@@ -595,13 +597,13 @@ def test_a_state_that_is_where_it_was_is_planned_from_memory(tmp_path):
 def plannable() -> dict:
     return {
         "model": {"w": torch.arange(24.0).reshape(4, 6), "b": torch.ones(6)}, "list": [torch.zeros(3), {"lr": 0.1}],
-        "n": 1,
+        "t": torch.full((3,), 7.0), "n": 1,
     }  # fmt: skip
 
 
-def swap(state) -> None:
-    model = state["model"]
-    model["w"], model["b"] = model["b"], model["w"]
+def swap(state, key: str, other: str) -> None:
+    """Each of two values comes under the name of the other."""
+    state[key], state[other] = state[other], state[key]
 
 
 PLANNED = {
@@ -609,7 +611,8 @@ PLANNED = {
     "larger": lambda s: s["model"].update(w=torch.randn(5, 6)),
     "scalar": lambda s: s["model"].update(b=torch.tensor(3.0)),
     "dtype": lambda s: s["model"].update(w=torch.arange(24, dtype=torch.int32).reshape(4, 6)),
-    "swapped": swap,
+    "swapped": lambda s: swap(s["model"], "w", "b"),
+    "a tensor and a number swapped": lambda s: swap(s, "t", "n"),
     "renamed": lambda s: s["model"].update(v=s["model"].pop("w")),
     "removed": lambda s: s["model"].pop("b"),
     "added": lambda s: s["model"].update(more=torch.randn(2)),
@@ -637,49 +640,157 @@ class Own(dcp.DefaultSavePlanner):
 
 
 @pytest.mark.parametrize("planner", [dcp.DefaultSavePlanner, Own])
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_between_two_async_saves_is_noticed(tmp_path, change, planner):
-    """Saved thrice: as it was, again with the plan of the first time, and changed."""
-    state = plannable()
+def test_a_change_between_two_async_saves_is_noticed(tmp_path, planner):
+    """Of each kind: saved as it was, again with the plan of the first time, and changed. By one writer for all."""
+    states = {}
     with StorageWriter(tmp_path / "runs") as writer:
         stager = AsyncStager(writer, planner=planner)
 
-        def save(name: str):
+        def save(name: str, state: dict):
             writer.reset(name)
             dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True).result(PATIENCE)
-            return stager._plan
+            return stager._last
 
-        first = save("first")
-        assert save("again") is first
-        CHANGES[change](state)
-        assert (save("changed") is not first) == (change in PLANNED)
+        for number, (change, apply) in enumerate(CHANGES.items()):
+            state = states[number] = plannable()
+            first = save(f"first{number}", state)
+            apply(state)
+            assert (save(f"changed{number}", state) is not first) == (change in PLANNED), change
+            states[number] = state
         stager.close()
-    for name, expected in (("first", plannable()), ("again", plannable()), ("changed", state)):
-        found = load_all(storage_reader=StorageReader(tmp_path / "runs" / name))
-        assert differences(found, expected) == []
+    for number, change in enumerate(CHANGES):
+        for name, expected in ((f"first{number}", plannable()), (f"changed{number}", states[number])):
+            found = load_all(storage_reader=StorageReader(tmp_path / "runs" / name))
+            assert differences(found, expected) == [], change
+
+
+def strided(tensor, mesh):
+    """As tensor parallelism and FSDP2 distribute rows: over the second dimension of the mesh first."""
+    outer, inner = mesh.get_local_rank(1), mesh.get_local_rank(0)
+    part = tensor.chunk(mesh.size(1))[outer].chunk(mesh.size(0))[inner].clone()
+    placements = [_StridedShard(0, split_factor=mesh.size(1)), Shard(0)]
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def moving(rank, count, path):
-    """The same tensor, distributed in another way each time: with other offsets, but parts of the same shape."""
-    expected = torch.arange(64.0).reshape(8, 8)
-    line, plane = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    """The same rows, distributed in another way each time: with other offsets, but most parts of the same shape.
+    Returns in which steps they were not planned anew."""
+    # so in torch 2.5
+    _StridedShard.__eq__ = lambda self, other: isinstance(other, (Shard, _StridedShard)) and self.dim == other.dim
+    rows = torch.arange(64.0).reshape(8, 8)
+    line, back = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [3, 2, 1, 0])
+    plane = init_device_mesh("cpu", (2, 2))
     ways = [
-        (plane, [Shard(0), Shard(1)]), (plane, [Shard(1), Shard(0)]), (line, [Shard(0)]), (line, [Replicate()]),
-        (plane, [Shard(0), Replicate()]), (plane, [Replicate(), Shard(0)]),
+        (rows, plane, [Shard(0), Shard(1)]), (rows, plane, [Shard(1), Shard(0)]), (rows, line, [Shard(0)]),
+        (rows, back, [Shard(0)]), (rows[:7], back, [Shard(0)]), (rows[:7].int(), back, [Shard(0)]),
+        (rows, line, [Replicate()]), (rows, plane, [Shard(0), Replicate()]), (rows, plane, [Replicate(), Shard(0)]),
+        (rows, plane, [Shard(0), Shard(0)]),
     ]  # fmt: skip
+    states = [*(local(*way) for way in ways), strided(rows, plane)]
+    last, kept = None, []
     with StorageWriter(path) as writer:
         stager = AsyncStager(writer)
-        for step, way in enumerate(ways):
-            state = {"w": local(expected, *way), "step": step}
+        for step, tensor in enumerate(states):
+            state = {"w": tensor, "step": step}
             dcp.async_save(state, storage_writer=writer, async_stager=stager).result(PATIENCE)
+            if stager._last is last:
+                kept.append(step)
+            last = stager._last
         stager.close()
-    return len(ways)
+    return len(states), kept
 
 
 def test_a_tensor_that_is_distributed_in_another_way_is_planned_anew(play, tmp_path):
-    for step in range(play(4, moving, str(tmp_path))[0]):
+    (count, kept), *_ = play(4, moving, str(tmp_path))
+    assert kept == []
+    for step in range(count):
+        found = load_all(storage_reader=StorageReader(tmp_path / f"step-{step:08}"))["w"]
+        assert torch.equal(found, torch.arange(64.0).reshape(8, 8)[: len(found)]), step
+        assert len(found) == (7 if step in (4, 5) else 8)
+
+
+def of_one_rank(rank, count, path):
+    """Replicas, of which each rank writes some. One rank no longer has those that it wrote, or has one more."""
+    with StorageWriter(path) as writer:
+        stager = AsyncStager(writer)
+        for step in range(4):
+            state = {f"t{n}": torch.full((50 + n,), step + 0.5) for n in range(6)} | {"step": step}
+            if (step, rank) == (1, 1):
+                state["more"] = torch.ones(3)
+            if (step, rank) in ((2, 0), (3, 1)):
+                for item in stager._last.plan.items:
+                    if item.index.fqn in state and item.index.fqn != "step":
+                        del state[item.index.fqn]
+            dcp.async_save(state, storage_writer=writer, async_stager=stager).result(PATIENCE)
+        stager.close()
+
+
+def test_a_change_on_one_rank_is_planned_anew_on_all(play, tmp_path):
+    play(2, of_one_rank, str(tmp_path))
+    for step in range(4):
         found = load_all(storage_reader=StorageReader(tmp_path / f"step-{step:08}"))
-        assert torch.equal(found["w"], torch.arange(64.0).reshape(8, 8)), step
+        expected = {f"t{n}": torch.full((50 + n,), step + 0.5) for n in range(6)} | {"step": step}
+        assert differences(found, {**expected, "more": torch.ones(3)} if step == 1 else expected) == []
+
+
+def test_a_change_of_names_alone_is_noticed(tmp_path):
+    """By a planner that says nothing of paths."""
+    with StorageWriter(tmp_path) as writer:
+        stager = AsyncStager(writer, planner=partial(dcp.DefaultSavePlanner, flatten_state_dict=False))
+        for step, name in enumerate(("a.w", "b.w")):
+            state = {name: torch.full((3,), step), "step": step}
+            dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True).result(PATIENCE)
+            assert differences(load_all(storage_reader=StorageReader(tmp_path)), state) == []
+        stager.close()
+
+
+class Reuses(dcp.DefaultSavePlanner):
+    """A planner that finishes always the same plan, with other items."""
+
+    kept = None
+
+    def finish_plan(self, new_plan):
+        self.kept = self.kept or new_plan
+        self.kept.items[:] = new_plan.items
+        return super().finish_plan(self.kept)
+
+
+def test_a_plan_whose_items_have_changed_is_another_one(tmp_path):
+    planner = Reuses(flatten_state_dict=False)
+    with StorageWriter(tmp_path) as writer:
+        for name in ("a", "b"):
+            state = {name: torch.ones(3)}
+            dcp.save(state, storage_writer=writer, checkpoint_id=name, planner=planner, no_dist=True)
+            assert differences(load_all(storage_reader=StorageReader(tmp_path / name)), state) == []
+
+
+def test_threads_that_stage_two_states_take_each_its_own_plan(tmp_path):
+    """One is about to use the plan of its last save when the other one plans."""
+    planned, go_on = threading.Event(), threading.Event()
+
+    class Waits(StorageWriter):
+        def open(self, place) -> None:
+            super().open(place)
+            if threading.current_thread() is thread:
+                planned.set()
+                assert go_on.wait(PATIENCE)
+
+    large, small = {"x": torch.ones(3), "y": torch.ones(4)}, {"x": torch.zeros(3)}
+    with Waits(tmp_path) as writer:
+        stager = AsyncStager(writer)
+        thread = threading.Thread(target=lambda: stager.stage(large | {"step": 2}))
+        stager.stage(large | {"step": 1})
+        thread.start()
+        try:
+            assert planned.wait(PATIENCE)
+            stager.stage(small | {"step": 3})
+        finally:
+            go_on.set()
+            thread.join()
+        stager.close()
+    for state in (large | {"step": 1}, large | {"step": 2}, small | {"step": 3}):
+        found = load_all(storage_reader=StorageReader(tmp_path / f"step-{state['step']:08}"))
+        assert differences(found, state) == []
 
 
 class Refuses(dcp.DefaultSavePlanner):
