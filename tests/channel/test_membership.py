@@ -304,7 +304,7 @@ def test_another_user_is_told_whose_channel_it_is(channel, tmp_path):
 
 def test_full_dev_shm_is_a_clear_error_and_leaves_nothing(channel):
     with shmtensor.Publisher(channel) as pub:
-        with pytest.raises(shmtensor.ResourceError, match="needs .*free: send smaller messages, or give"):
+        with pytest.raises(shmtensor.ResourceError, match=r"needs .*free: send smaller messages, or give"):
             pub._pool.add(shm.free_bytes())
         assert pub.send(np.array(1)) == 1
         assert pub.statistics().rings == 1
