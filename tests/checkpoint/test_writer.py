@@ -357,13 +357,27 @@ def test_a_writer_that_has_saved_nothing_ends_its_process_without_a_reminder(mak
     assert not psutil.pid_exists(pid)
 
 
-def test_ctrl_c_is_not_for_the_writing_process(make):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_does_not_end_the_writing_process(make, monkeypatch, name):
+    """Ctrl-C is for the trainer, and what is sent to all processes of a job, too."""
+    often = "from shmtensor.checkpoint import writer_process; writer_process._CHECK_INTERVAL = 0.001\n"
+    monkeypatch.setattr(process_handle, "LAUNCH", often + process_handle.LAUNCH)
     writer = make()
     writer.start(timeout=PATIENCE)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(writer.statistics().pid, number)
+    pid = writer.statistics().pid
+    os.kill(pid, signal.Signals[name])
+    for number in (1, 2, 3):
+        assert number_in(writer.save(state_of(number)).durable.result(PATIENCE).path) == number
+    assert (writer.statistics().restarts, writer.statistics().pid) == (0, pid)
+
+
+def test_the_process_is_told_any_amount(make):
+    """An argument of a process may have 128 KiB; so many uploads may be pending when it is started again."""
+    writer = make()
+    told = writer._saves.live_numbers()
+    writer._saves.live_numbers = lambda: {**told, "uploading": [(n, f"step-{n:08d}") for n in range(10_000)]}
+    writer.start(timeout=PATIENCE)
     assert number_in(writer.save(state_of(1)).durable.result(PATIENCE).path) == 1
-    assert writer.statistics().restarts == 0
 
 
 def test_ionice(make, monkeypatch):
@@ -677,8 +691,9 @@ def test_a_process_that_cannot_start(make, monkeypatch):
 def test_a_save_that_kills_every_writer_is_given_up(make, monkeypatch):
     """The next save goes well: what kills is passed over."""
     monkeypatch.setattr(process_handle, "_PAUSES", (0.0,) * 5)
-    arm = "import json, sys; from tests.faults import points; points.install('shmtensor.checkpoint'); "
-    arm += "s = json.loads(sys.argv[1]); (s['live'] or s['next'] == 1) and points.arm('write.headers', 'kill'); "
+    arm = "from tests.checkpoint.orders import settings; from tests.faults import points\n"
+    arm += "points.install('shmtensor.checkpoint')\n"
+    arm += "if settings['live'] or settings['next'] == 1: points.arm('write.headers', 'kill')\n"
     monkeypatch.setattr(process_handle, "LAUNCH", arm + process_handle.LAUNCH)
     monkeypatch.chdir(ROOT)
     writer = make()
