@@ -6,8 +6,10 @@ everything that was staged is written. Never imports torch.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
+import logging
 import os
 import signal
 import sys
@@ -25,7 +27,7 @@ from .keys import MasterKey
 from .output import Disk
 from .process_handle import Orders, results_channel
 from .ranks import RankDirectory, Votes, finish_older_runs
-from .remote import url_of
+from .remote import url_of, without_secrets
 from .run_record import Outcome
 from .slots import ABANDON, HEAD, Taker
 from .snapshot import WRITES, PartSnapshot, Snapshot, UrlSnapshot, reason_of
@@ -52,6 +54,39 @@ _PATIENCE: Final = 10.0
 """Seconds to wait for the ranks' mutex."""
 
 
+_MOST_RECORDS: Final = 100
+_MOST_TEXT: Final = 2000
+
+
+class Records(logging.Handler):
+    """What any thread of this process logs, and its warnings, until it is reported: the trainer logs it again.
+
+    Of the library's loggers alone: those of others may log requests with what signs them. The newest of many, and the
+    beginning of long ones.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: collections.deque[dict[str, Any]] = collections.deque(maxlen=_MOST_RECORDS)
+
+    def install(self) -> None:
+        """Receive records from now on."""
+        logging.captureWarnings(capture=True)
+        for name in ("shmtensor", "py.warnings"):
+            logging.getLogger(name).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = without_secrets(self.format(record)).strip()
+            self._kept.append({"logger": record.name, "level": record.levelno, "text": text[:_MOST_TEXT]})
+        except Exception:
+            self.handleError(record)
+
+    def take(self) -> dict[str, Any] | None:
+        """The oldest record, or None."""
+        return self._kept.popleft() if self._kept else None
+
+
 class _Reports(Producer):
     """The sender of reports to the trainer, which may have left."""
 
@@ -63,6 +98,8 @@ class Worker:
 
     def __init__(self, settings: dict[str, Any], orders: Orders, master: MasterKey | None = None) -> None:
         self._settings, self._orders, self._master = settings, orders, master
+        self._records = Records()
+        self._records.install()
         self._writer: str = settings["writer"]
         self._keep = Keep(settings["keep_last"], settings["keep_every"], settings["keep_best"])
         self._directory, self._votes = self._open(settings, self._keep)
@@ -112,6 +149,7 @@ class Worker:
                 self._take_in(message)
             messages.clear()
             self._flush()
+            self._report_records()
             snapshot = self._current()
             if snapshot is not None:
                 self._work_on(snapshot)
@@ -140,6 +178,7 @@ class Worker:
         with contextlib.suppress(OSError):
             if self._directory.try_write():
                 self._directory.sweep(self._writer, lambda number: True)
+        self._report_records()
         # crash: worker.finished
         self._report(r="over")  # the trainer leaves when it receives this, and then waits for our end
         deadline = time.monotonic() + _LAST_REPORTS_TIMEOUT
@@ -534,6 +573,10 @@ class Worker:
         if now - self._progress_reported >= _PROGRESS_INTERVAL and not self._unsent:
             self._progress_reported = now
             self._report(r="progress", n=snapshot.number, written=snapshot.written)
+
+    def _report_records(self) -> None:
+        while not self._unsent and (record := self._records.take()) is not None:
+            self._report(r="record", **record)
 
     def _flush(self) -> None:
         """Send pending reports, without waiting for a trainer that is stopped or dead."""

@@ -7,6 +7,7 @@ import errno
 import io
 import itertools
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ import torch
 
 import shmtensor
 from shmtensor.checkpoint import handle as handle_module
-from shmtensor.checkpoint import index, names, output, process_handle, slots, staged
+from shmtensor.checkpoint import index, names, output, process_handle, slots, staged, writer_process
 from shmtensor.checkpoint.directory import Directory, Keep
 from shmtensor.checkpoint.formats import FORMATS
 from shmtensor.checkpoint.load import load_checkpoint
@@ -516,6 +517,40 @@ def test_a_damaged_list_deletes_nothing(make, tmp_path, caplog):
     )  # fmt: skip
     assert index.read(str(tmp_path / "a")) == []
     assert "cannot be read" in caplog.text
+
+
+LOGGING = """
+import logging, warnings
+from shmtensor.checkpoint.output import Output
+def finish(self, old=Output.finish):
+    logging.getLogger("shmtensor.checkpoint").error("full: %s", "s3://user:hush@host/a?key=hush")
+    warnings.warn("worn out")
+    logging.getLogger("others").error("signed by hush")
+    return old(self)
+Output.finish = finish
+"""
+
+
+def test_the_trainer_logs_what_the_writing_process_logs(make, monkeypatch, caplog):
+    """And its warnings; nothing that may name a secret."""
+    monkeypatch.setattr(process_handle, "LAUNCH", LOGGING + process_handle.LAUNCH)
+    writer = make()
+    assert number_in(writer.save(state_of(1)).durable.result(PATIENCE).path) == 1
+    writer.close()
+    found = [(each.name, each.levelname, each.getMessage()) for each in caplog.records]
+    assert found[0] == ("shmtensor.checkpoint", "ERROR", "full: s3://host/a")
+    assert found[1][:2] == ("py.warnings", "WARNING")
+    assert "worn out" in found[1][2]
+    assert len(found) == 2
+
+
+def test_records_of_the_writing_process_are_bounded():
+    records = writer_process.Records()
+    for number in range(300):
+        records.handle(logging.makeLogRecord({"name": "a", "levelno": 30, "msg": f"{number} " + "x" * 10_000}))
+    taken = list(iter(records.take, None))
+    assert [int(each["text"].split()[0]) for each in taken] == list(range(200, 300))
+    assert all(len(each["text"]) == 2000 for each in taken)
 
 
 UNDELETABLE = """
