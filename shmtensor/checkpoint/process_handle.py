@@ -249,6 +249,7 @@ class ProcessHandle:
         if self.closing:
             return False
         self._ready_or_lost.clear()
+        self._over = False
         try:
             self._process = self._spawn(alive)
         except OSError as error:
@@ -259,8 +260,10 @@ class ProcessHandle:
 
     def _give_up(self, error: PeerDied) -> None:
         self.lost = True
+        self._process.kill()  # if it lives: it would keep its slots, and the directory, from the next one
         self._on_lost(error)
         self._ready_or_lost.set()
+        self._process.wait()
 
     def _spawn(self, alive: dict[str, Any]) -> subprocess.Popen[bytes]:
         if not sys.executable:

@@ -723,6 +723,35 @@ def test_a_process_that_cannot_start(make, monkeypatch):
     assert number_in(writer.save(state_of(1)).durable.result(PATIENCE).path) == 1
 
 
+@pytest.mark.filterwarnings("ignore:checkpoint :RuntimeWarning")
+def test_a_process_that_is_not_watched_any_more_ends(make, caplog):
+    """It would keep its slots and the directory; the next save starts another one."""
+    caplog.set_level(logging.CRITICAL, "shmtensor.checkpoint")  # a record would keep the traceback, with a message
+    writer = make(memory="1MiB")
+    writer.start(timeout=PATIENCE)
+    first = writer.statistics().pid
+
+    def fail(report):
+        raise ZeroDivisionError("unexpected")
+
+    writer._process._on_report = fail
+    with pytest.raises(shmtensor.PeerDied, match="not watched any more: unexpected"):
+        writer.save(state_of(1)).durable.result(PATIENCE)
+    assert number_in(writer.save(state_of(2), timeout=PATIENCE).durable.result(PATIENCE).path) == 2
+    assert not psutil.pid_exists(first)
+
+
+def test_a_process_that_said_it_was_over_and_died(make, monkeypatch):
+    """What it said is not taken for what the next one says."""
+    monkeypatch.setattr(process_handle, "_PAUSES", (0.0,) * 5)
+    writer = make()
+    writer.start(timeout=PATIENCE)
+    writer._process._over = True
+    os.kill(writer.statistics().pid, signal.SIGKILL)
+    assert number_in(writer.save(state_of(1)).durable.result(PATIENCE).path) == 1
+    assert not writer._process._over
+
+
 def test_a_save_that_kills_every_writer_is_given_up(make, monkeypatch):
     """The next save goes well: what kills is passed over."""
     monkeypatch.setattr(process_handle, "_PAUSES", (0.0,) * 5)
