@@ -505,6 +505,9 @@ class SavesInFlight:
     def on_report(self, report: dict[str, Any]) -> None:
         """Note what the writing process reports about one save."""
         kind, number = report["r"], report.get("n", 0)
+        if kind == "record":
+            logging.getLogger(report["logger"]).log(report["level"], "%s", report["text"])
+            return
         if kind == "retained":
             self.deleted += report["deleted"]
             return

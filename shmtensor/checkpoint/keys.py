@@ -172,7 +172,7 @@ class MasterKey:
             return None
 
     def dump(self) -> bytes:
-        """All of it, for the pipe to a writing process."""
+        """All of it, for a writing process."""
         return json.dumps({"secret": self._secret.hex(), "recipe": self.recipe}).encode("ascii")
 
     @classmethod

@@ -10,13 +10,13 @@ import json
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from io import FileIO
 from typing import Any, Final
 
 from ..channel.cleanup import sweep_channel
@@ -26,19 +26,16 @@ from ..endpoints.workqueue import Consumer, Producer
 from ..errors import EndOfStream, PeerDied, ResourceError, ShmTensorError, TimedOut
 from ..shielded import Flag
 
-UPLOAD: Final = "SHMTENSOR_UPLOAD"
-"""The variable in the writing process's environment that has the URL of `upload=`."""
 _ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1"}
 """It computes nothing. Else NumPy would start a thread of OpenBLAS for each core, and these spin for a tenth of a
 second, on the cores of the trainer."""
-LAUNCH: Final = "import sys; from shmtensor.checkpoint.writer_process import main; main(sys.argv[1])"
+LAUNCH: Final = "from shmtensor.checkpoint.writer_process import main; main()"
 DEATHS: Final = 5
 """After so many deaths in a row, with no save finished in between, the process is not started again."""
 
 _LIVENESS_INTERVAL: Final = 0.25
 _REMINDER: Final = 2.0
 _PATIENCE: Final = 60.0
-_MAX_SECRET: Final = 48 << 10  # bytes: a pipe takes as much without a reader
 _PAUSES: Final = (0.0, 0.1, 0.5, 1.0, 2.0)
 _IONICE: Final = {"idle": ("-c", "3"), "low": ("-c", "2", "-n", "7")}
 
@@ -60,25 +57,37 @@ def check_ionice(ionice: str | None) -> tuple[str, ...]:
     return (found, *_IONICE[ionice])
 
 
-def receive_secret() -> bytes:
-    """In the writing process: the `secret` of its handle. Standard input is `/dev/null` afterwards."""
-    with open(0, "rb", buffering=0, closefd=False) as pipe:
-        length = int.from_bytes(_read(pipe, 4), "little")
-        secret = _read(pipe, min(length, _MAX_SECRET))
-    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    os.dup2(null, 0)
-    os.close(null)
-    return secret
+class Orders(FileIO):
+    """What a trainer tells its writing processes: a file in memory, their standard input.
 
+        | 1 byte: "x" once the trainer closes | settings, a line of JSON | secret |
 
-def _read(pipe: Any, nbytes: int) -> bytes:
-    data = b""
-    while len(data) < nbytes:
-        piece = pipe.read(nbytes - len(data))
-        if not piece:
-            raise SystemExit("the trainer has died before it had passed the key")
-        data += piece
-    return data
+    All but the first byte is there before a process starts, and goes when it has been read. No signal says that the
+    trainer closes: anybody may send one. An argument would have 128 KiB at most, and everybody sees it.
+    """
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the trainer closes: nothing is left to be written."""
+        return os.pread(self.fileno(), 1, 0) == b"x"
+
+    def show_closing(self) -> None:
+        """Say that the trainer closes."""
+        os.pwrite(self.fileno(), b"x", 0)
+
+    def give(self, settings: dict[str, Any], secret: bytes) -> None:
+        """Pass settings and secret to the next process."""
+        self.forget()  # what one that died has not read
+        os.pwrite(self.fileno(), json.dumps(settings).encode("ascii") + b"\n" + secret, 1)
+
+    def read_all(self) -> tuple[dict[str, Any], bytes]:
+        """Settings and secret."""
+        settings, _, secret = os.pread(self.fileno(), os.fstat(self.fileno()).st_size, 1).partition(b"\n")
+        return json.loads(settings), secret
+
+    def forget(self) -> None:
+        """Remove settings and secret."""
+        os.ftruncate(self.fileno(), 1)
 
 
 class ProcessHandle:
@@ -86,13 +95,13 @@ class ProcessHandle:
 
     Args:
         channel: the writer's channel.
-        settings: options of the process, as JSON.
+        settings: options of the process, as JSON can hold them.
         prefix: see `check_ionice`.
         alive: what the process must know of the saves in flight.
         on_report: called with each report. All callbacks are called in the handle's thread.
         on_death: called with the exit code before each restart; returns `alive` for the next process.
         on_lost: called with the error when there will be no other process.
-        secret: bytes that every process receives by a pipe, its standard input; b"" for none.
+        secret: bytes that every process receives; b"" for none.
     """
 
     def __init__(
@@ -105,13 +114,11 @@ class ProcessHandle:
         on_death: Callable[[int], dict[str, Any]],
         on_lost: Callable[[PeerDied], None],
         secret: bytes = b"",
-        upload: str | None = None,
     ) -> None:
         self.channel = channel
         self.restarts = 0
         self.lost = False
         self._settings, self._prefix, self._secret = settings, prefix, secret
-        self._more = {} if upload is None else {UPLOAD: upload}  # not an argument, which everybody sees
         self._on_report, self._on_death, self._on_lost = on_report, on_death, on_lost
         self._stderr = tempfile.TemporaryFile("a+b", prefix="shmtensor-")  # noqa: SIM115
         self._ready_or_lost = Flag()
@@ -119,12 +126,12 @@ class ProcessHandle:
         """Set when every save is durable or has failed: the trainer leaves, and the process may end."""
         self._over = False
         self._deaths = 0
+        self._orders = Orders(os.memfd_create("shmtensor-writer"), "r+")
         self._results = Consumer(results_channel(channel), acknowledge="next")
         try:
             self._process = self._spawn(alive)
         except BaseException:
-            self._results.close()
-            self._stderr.close()
+            self._close_files()
             raise
         self._thread = threading.Thread(target=self._run, name="shmtensor checkpoint", daemon=True)
         self._thread.start()
@@ -158,27 +165,30 @@ class ProcessHandle:
     def show_end(self) -> None:
         """Let the process see the end of a work queue that the trainer has never joined, since it has saved nothing."""
         if self._ready_or_lost.wait(_REMINDER) and not self.lost:
-            with contextlib.suppress(ShmTensorError):  # then it gets the signal
+            with contextlib.suppress(ShmTensorError):  # then it looks within a second
                 Producer(self.channel).close()
 
     def finish(self) -> None:
         """Wait for the end of process and thread. Call it when the trainer's end of the work queue is closed.
 
-        Nothing is left to be written then. A process that joined too late to see the end gets a signal, and one that
-        does not end at all (stopped, or blocked by a dead file system) is killed.
+        Nothing is left to be written then. A process that joined too late to see the end finds it in its orders, and
+        one that does not end at all (stopped, or blocked by a dead file system) is killed.
         """
         self.closing = True
         deadline = time.monotonic() + _PATIENCE
-        while True:
+        while self._thread.is_alive():
+            self._orders.show_closing()
             self._thread.join(_REMINDER)
-            if not self._thread.is_alive():
-                break
-            self._process.send_signal(signal.SIGUSR1 if time.monotonic() < deadline else signal.SIGKILL)
-        self._results.close()
-        self._stderr.close()
+            if time.monotonic() > deadline:
+                self._process.kill()
+        self._close_files()
         if self._process.returncode:  # it died as the last member of its channels
             for channel in (self.channel, results_channel(self.channel)):
                 sweep_channel(channel, socket_dir(), patience=1.0)
+
+    def _close_files(self) -> None:
+        for each in (self._results, self._stderr, self._orders):
+            each.close()
 
     # --- the thread
 
@@ -239,6 +249,7 @@ class ProcessHandle:
         if self.closing:
             return False
         self._ready_or_lost.clear()
+        self._over = False
         try:
             self._process = self._spawn(alive)
         except OSError as error:
@@ -249,28 +260,23 @@ class ProcessHandle:
 
     def _give_up(self, error: PeerDied) -> None:
         self.lost = True
+        self._process.kill()  # if it lives: it would keep its slots, and the directory, from the next one
         self._on_lost(error)
         self._ready_or_lost.set()
+        self._process.wait()
 
     def _spawn(self, alive: dict[str, Any]) -> subprocess.Popen[bytes]:
         if not sys.executable:
             raise ResourceError(2, "sys.executable is empty: there is no Python to start the writing process with")
-        settings = json.dumps({**self._settings, "channel": self.channel, **alive})
-        process = subprocess.Popen(
-            [*self._prefix, *python_command(LAUNCH, settings)],
-            stdin=subprocess.PIPE if self._secret else subprocess.DEVNULL,
+        self._orders.give({**self._settings, "channel": self.channel, **alive}, self._secret)
+        return subprocess.Popen(
+            [*self._prefix, *python_command(LAUNCH)],
+            stdin=self._orders,
             stdout=subprocess.DEVNULL,  # it may outlive us: readers of our output must see its end
             stderr=self._stderr,
             start_new_session=True,  # Ctrl-C in the terminal must reach only the trainer
-            env={**_ONE_THREAD, **python_environment(CUDA_VISIBLE_DEVICES="", **self._more)},
+            env={**_ONE_THREAD, **python_environment(CUDA_VISIBLE_DEVICES="")},
         )
-        if process.stdin is not None:
-            with (
-                contextlib.suppress(BrokenPipeError),
-                process.stdin as pipe,
-            ):  # a process that has died is noticed later
-                pipe.write(len(self._secret).to_bytes(4, "little") + self._secret)
-        return process
 
     def _end_text(self) -> str:
         code = self._process.returncode

@@ -190,8 +190,8 @@ class CheckpointWriter(Local):
         self._channel = channel_of(path, self._writer, ranks=rank is not None)
         self._settings: dict[str, Any] = {
             "directory": self._directory.path, "writer": self._writer, "keep_last": keep_last,
-            "keep_every": keep_every, "keep_best": best, "nice": nice, "encrypted": key is not None,
-            "upload": self._upload is not None, "upload_keep_last": upload_keep_last, "local": self._local,
+            "keep_every": keep_every, "keep_best": best, "nice": nice, "upload": self._upload,
+            "upload_keep_last": upload_keep_last, "local": self._local,
             **self._ranks,
         }  # fmt: skip
         if isinstance(self._directory, RankDirectory):
@@ -424,7 +424,7 @@ class CheckpointWriter(Local):
             saves = self._saves
             process = self._process = ProcessHandle(
                 self._channel, self._settings, self._prefix, saves.live_numbers(),
-                saves.on_report, saves.on_death, saves.on_lost, self._secret, self._upload,
+                saves.on_report, saves.on_death, saves.on_lost, self._secret,
             )  # fmt: skip
         return process
 

@@ -6,9 +6,10 @@ everything that was staged is written. Never imports torch.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
-import json
+import logging
 import os
 import signal
 import sys
@@ -24,9 +25,9 @@ from .directory import Directory, Keep
 from .index import UPLOADED, Saved
 from .keys import MasterKey
 from .output import Disk
-from .process_handle import UPLOAD, receive_secret, results_channel
+from .process_handle import Orders, results_channel
 from .ranks import RankDirectory, Votes, finish_older_runs
-from .remote import url_of
+from .remote import url_of, without_secrets
 from .run_record import Outcome
 from .slots import ABANDON, HEAD, Taker
 from .snapshot import WRITES, PartSnapshot, Snapshot, UrlSnapshot, reason_of
@@ -53,6 +54,39 @@ _PATIENCE: Final = 10.0
 """Seconds to wait for the ranks' mutex."""
 
 
+_MOST_RECORDS: Final = 100
+_MOST_TEXT: Final = 2000
+
+
+class Records(logging.Handler):
+    """What any thread of this process logs, and its warnings, until it is reported: the trainer logs it again.
+
+    Of the library's loggers alone: those of others may log requests with what signs them. The newest of many, and the
+    beginning of long ones.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: collections.deque[dict[str, Any]] = collections.deque(maxlen=_MOST_RECORDS)
+
+    def install(self) -> None:
+        """Receive records from now on."""
+        logging.captureWarnings(capture=True)
+        for name in ("shmtensor", "py.warnings"):
+            logging.getLogger(name).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = without_secrets(self.format(record)).strip()
+            self._kept.append({"logger": record.name, "level": record.levelno, "text": text[:_MOST_TEXT]})
+        except Exception:
+            self.handleError(record)
+
+    def take(self) -> dict[str, Any] | None:
+        """The oldest record, or None."""
+        return self._kept.popleft() if self._kept else None
+
+
 class _Reports(Producer):
     """The sender of reports to the trainer, which may have left."""
 
@@ -62,9 +96,10 @@ class _Reports(Producer):
 class Worker:
     """The state of the writing process."""
 
-    def __init__(self, settings: dict[str, Any], master: MasterKey | None = None) -> None:
-        self._master = master
-        self._settings = settings
+    def __init__(self, settings: dict[str, Any], orders: Orders, master: MasterKey | None = None) -> None:
+        self._settings, self._orders, self._master = settings, orders, master
+        self._records = Records()
+        self._records.install()
         self._writer: str = settings["writer"]
         self._keep = Keep(settings["keep_last"], settings["keep_every"], settings["keep_best"])
         self._directory, self._votes = self._open(settings, self._keep)
@@ -83,9 +118,9 @@ class Worker:
             self._directory.spares_pending = True
             keep = self._keep._replace(last=settings["upload_keep_last"])
             if isinstance(self._directory, RankDirectory):
-                self._uploads = RankUploads(os.environ[UPLOAD], self._directory, keep)
+                self._uploads = RankUploads(settings["upload"], self._directory, keep)
             else:
-                self._uploads = Uploads(os.environ[UPLOAD], self._directory.path, keep)
+                self._uploads = Uploads(settings["upload"], self._directory.path, keep)
         self._progress_reported = 0.0
         self._blocked = 0  # how often it has waited for the process of an earlier trainer
         self._disk = Disk(WRITES)
@@ -114,6 +149,7 @@ class Worker:
                 self._take_in(message)
             messages.clear()
             self._flush()
+            self._report_records()
             snapshot = self._current()
             if snapshot is not None:
                 self._work_on(snapshot)
@@ -142,6 +178,7 @@ class Worker:
         with contextlib.suppress(OSError):
             if self._directory.try_write():
                 self._directory.sweep(self._writer, lambda number: True)
+        self._report_records()
         # crash: worker.finished
         self._report(r="over")  # the trainer leaves when it receives this, and then waits for our end
         deadline = time.monotonic() + _LAST_REPORTS_TIMEOUT
@@ -175,8 +212,8 @@ class Worker:
         return True
 
     def _is_alone(self) -> bool:
-        """Whether the trainer has signalled the end, or died before this process could join its channel."""
-        return bool(_ending) or not self._trainer_is_connected()
+        """Whether the trainer closes, or died before this process could join its channel."""
+        return self._orders.is_closing or not self._trainer_is_connected()
 
     def _current(self) -> Snapshot | None:
         """The oldest snapshot, if there is something to do for it now."""
@@ -195,13 +232,13 @@ class Worker:
         if self._votes is not None:
             return PartSnapshot(head, self._votes, self._master)
         if not self._settings["local"]:
-            return UrlSnapshot(head, self._open_target, os.environ[UPLOAD], self._disk)
+            return UrlSnapshot(head, self._open_target, self._settings["upload"], self._disk)
         return Snapshot(head, self._master)
 
     def _open_target(self) -> Target:
         """The URL of saves without a local copy. Called in the thread that sends."""
         if self._target is None:
-            self._target = Target(os.environ[UPLOAD], lambda: False, self._keep)
+            self._target = Target(self._settings["upload"], lambda: False, self._keep)
         return self._target
 
     def _take_in(self, message: Message) -> None:
@@ -360,7 +397,7 @@ class Worker:
         """Check the oldest first: a decision about a checkpoint follows those about earlier ones."""
         for snapshot in list(self._voted):
             try:
-                found = snapshot.poll(alone=self._taker.over or bool(_ending) or not self._trainer_is_connected())
+                found = snapshot.poll(alone=self._taker.over or self._is_alone())
             except (OSError, ShmTensorError) as error:
                 if not snapshot.fail(error):
                     snapshot.refuse_later()
@@ -537,6 +574,10 @@ class Worker:
             self._progress_reported = now
             self._report(r="progress", n=snapshot.number, written=snapshot.written)
 
+    def _report_records(self) -> None:
+        while not self._unsent and (record := self._records.take()) is not None:
+            self._report(r="record", **record)
+
     def _flush(self) -> None:
         """Send pending reports, without waiting for a trainer that is stopped or dead."""
         while self._unsent:
@@ -547,16 +588,13 @@ class Worker:
             del self._unsent[0]
 
 
-_ending: list[int] = []
-
-
-def main(settings: str) -> None:
+def main() -> None:
     """The program of the writing process."""
-    options = json.loads(settings)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # it ends by itself, after its trainer
-    signal.signal(signal.SIGUSR1, lambda number, _: _ending.append(number))
-    os.nice(options["nice"])
-    master = MasterKey.load(receive_secret()) if options["encrypted"] else None
-    Worker(options, master).run()
+    orders = Orders(0, closefd=False)
+    settings, secret = orders.read_all()
+    orders.forget()
+    os.nice(settings["nice"])
+    Worker(settings, orders, MasterKey.load(secret) if secret else None).run()
     sys.stderr.flush()

@@ -29,7 +29,7 @@ from ..checkpoint.locations import location
 from ..checkpoint.opening import Opener, open_path
 from ..checkpoint.plan import Entry
 from ..checkpoint.remote import RemotePath, is_url, without_secrets
-from ..errors import ArgumentError, CheckpointError, ResourceError, ShmTensorError
+from ..errors import ArgumentError, CheckpointError, ShmTensorError
 from ..options import format_bytes, parse_bytes, reason
 from .output import console, fail, guarded, print_json, seconds, signals_interrupt, visible
 
@@ -343,10 +343,10 @@ def _verify(path: str, readers: int, opener: Opener, *, bar: bool) -> dict[str, 
         }  # fmt: skip
         with _bar(opened.main.name, nbytes, shown=bar) as progress:
             damaged = check(opened, readers=readers, progress=progress)
-    except ResourceError as error:  # a server or disk that does not answer says nothing of the bytes
-        return report | {"ok": None, "error": reason(error)}
-    except (CheckpointError, OSError) as error:
+    except CheckpointError as error:
         return report | {"error": reason(error)}
+    except OSError as error:  # it is not there, or a server or disk does not answer: that says nothing of the bytes
+        return report | {"ok": None, "error": reason(error)}
     report["damaged"] = [
         {"tensors": each.names, "file": str(each.path), "offset": each.offset, "error": str(each)} for each in damaged
     ]

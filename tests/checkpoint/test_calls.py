@@ -528,7 +528,7 @@ def test_every_boundary_of_a_first_save_and_of_close(tmp_path):
 @pytest.mark.timeout(1800)
 def test_every_boundary_of_start(tmp_path):
     writer = CheckpointWriter(tmp_path, memory="2MiB")
-    may_leave = ("socket", "anon_inode", "deleted")  # the writing process, once it has been started: a pidfd, its log
+    may_leave = ("socket", "anon_inode", "deleted", "/memfd")  # once the writing process is there: a pidfd, log, orders
     for _ in each_boundary(lambda: writer.start(state_of(0), timeout=PATIENCE), may_leave=may_leave):
         pass
     assert is_whole(writer.save(state_of(1)).durable.result(PATIENCE).path)

@@ -94,7 +94,10 @@ def test_verify(format, run, state, tmp_path):
     (report,) = json.loads(run("verify", path, "--json", "--readers", 3, code=1))["checkpoints"]
     assert (report["ok"], report["error"], report["damaged"][0]["offset"]) == (False, None, offset)
     path.write_bytes(data[:-5000])
-    assert f"bad {path}" in run("verify", path, tmp_path / "none", code=1)
+    text = run("verify", path, tmp_path / "none", code=1)
+    assert f"bad {path}" in text
+    assert f"not checked {tmp_path / 'none'}" in text
+    assert "there is no such checkpoint" in text
 
 
 def test_verify_files_of_others(run, tmp_path):

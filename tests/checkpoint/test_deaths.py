@@ -491,9 +491,9 @@ def scene_of_a_trainer_that_dies_slowly(directory: str, channel: str, first: str
     stager.send_small(HEAD, 1, np.zeros(100, np.uint8), timeout=PATIENCE, name="a", streams=False)
     settings = {
         "directory": directory, "channel": channel, "writer": "0" * 16, "next": 1, "live": [], "uploading": [],
-        "upload": False, "local": True, "keep_last": None, "keep_every": None, "keep_best": None,
+        "upload": None, "local": True, "keep_last": None, "keep_every": None, "keep_best": None,
     }  # fmt: skip
-    working = writer_process.Worker(settings)
+    working = writer_process.Worker(settings, process_handle.Orders(os.memfd_create("orders"), "r+"))
     ends_of_trainer.pop(first)._member.control.locks.close()
 
     def let_go(seconds: float) -> None:

@@ -308,9 +308,10 @@ def test_a_rank_that_fails_fails_all(tmp_path, monkeypatch):
     path = tmp_path / "a"
     monkeypatch.chdir(ROOT)
     fails = (
-        "import json, sys; from shmtensor.checkpoint.output import Output as O; old = O.finish\n"
+        "from tests.checkpoint.orders import settings\n"
+        "from shmtensor.checkpoint.output import Output as O; old = O.finish\n"
         "def finish(self):\n"
-        "    if json.loads(sys.argv[1])['rank'] == 1 and 'step-00000001' in self.path: raise OSError(28, 'no room')\n"
+        "    if settings['rank'] == 1 and 'step-00000001' in self.path: raise OSError(28, 'no room')\n"
         "    return old(self)\n"
         "O.finish = finish\n"
     )
@@ -458,11 +459,12 @@ def test_a_rank_votes_when_the_others_have_given_the_checkpoint_up(tmp_path, mon
     """Its vote finds no directory any more: its error is their reason."""
     path = tmp_path / "a"
     waits = (
-        "import json, sys; from tests.faults import points; points.install('shmtensor.checkpoint')\n"
+        "from tests.checkpoint.orders import settings\n"
+        "from tests.faults import points; points.install('shmtensor.checkpoint')\n"
         "from shmtensor.checkpoint import run_record; from tests.waiting import wait_until\n"
         "def wait():\n"
         f"    wait_until(lambda: any(it.key == '2' for it in run_record.read({str(path)!r}).outcomes))\n"
-        "if json.loads(sys.argv[1]).get('rank') == 1: points.arm('vote.begun', wait, 3)\n"  # of 1, 3, 2
+        "if settings.get('rank') == 1: points.arm('vote.begun', wait, 3)\n"  # of 1, 3, 2
     )
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(process_handle, "LAUNCH", waits + process_handle.LAUNCH)
@@ -756,9 +758,10 @@ def test_boundaries_of_a_rank_s_save(tmp_path):
 
 def once_at(point: str, flag: Path, rank: int | None = None, nth: int = 1) -> str:
     """Code for the start of each writing process: the first one that comes by the point so many times dies there."""
-    condition = "True" if rank is None else f"json.loads(sys.argv[1]).get('rank') == {rank}"
+    condition = "True" if rank is None else f"settings.get('rank') == {rank}"
     return (
-        "import json, os, signal, sys; from tests.faults import points; points.install('shmtensor.checkpoint')\n"
+        "import os, signal; from tests.checkpoint.orders import settings\n"
+        "from tests.faults import points; points.install('shmtensor.checkpoint')\n"
         "def die():\n"
         f"    try: os.close(os.open({str(flag)!r}, os.O_CREAT | os.O_EXCL))\n"
         "    except FileExistsError: points.hits.clear(); points.hits.update(dict.fromkeys(points.armed, 0)); return\n"

@@ -380,7 +380,8 @@ def test_fsspec_is_missing(tmp_path, monkeypatch):
 def test_the_url_is_in_no_command_line(url, tmp_path):
     with CheckpointWriter(tmp_path / "a", upload=url) as writer:
         writer.start()
-        assert url not in Path(f"/proc/{writer.statistics().pid}/cmdline").read_text()
+        for file in ("cmdline", "environ"):
+            assert url not in Path(f"/proc/{writer.statistics().pid}/{file}").read_text()
 
 
 # --- the list at the URL

@@ -7,6 +7,7 @@ import errno
 import io
 import itertools
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ import torch
 
 import shmtensor
 from shmtensor.checkpoint import handle as handle_module
-from shmtensor.checkpoint import index, names, output, process_handle, slots, staged
+from shmtensor.checkpoint import index, names, output, process_handle, slots, staged, writer_process
 from shmtensor.checkpoint.directory import Directory, Keep
 from shmtensor.checkpoint.formats import FORMATS
 from shmtensor.checkpoint.load import load_checkpoint
@@ -357,13 +358,27 @@ def test_a_writer_that_has_saved_nothing_ends_its_process_without_a_reminder(mak
     assert not psutil.pid_exists(pid)
 
 
-def test_ctrl_c_is_not_for_the_writing_process(make):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_does_not_end_the_writing_process(make, monkeypatch, name):
+    """Ctrl-C is for the trainer, and what is sent to all processes of a job, too."""
+    often = "from shmtensor.checkpoint import writer_process; writer_process._CHECK_INTERVAL = 0.001\n"
+    monkeypatch.setattr(process_handle, "LAUNCH", often + process_handle.LAUNCH)
     writer = make()
     writer.start(timeout=PATIENCE)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(writer.statistics().pid, number)
+    pid = writer.statistics().pid
+    os.kill(pid, signal.Signals[name])
+    for number in (1, 2, 3):
+        assert number_in(writer.save(state_of(number)).durable.result(PATIENCE).path) == number
+    assert (writer.statistics().restarts, writer.statistics().pid) == (0, pid)
+
+
+def test_the_process_is_told_any_amount(make):
+    """An argument of a process may have 128 KiB; so many uploads may be pending when it is started again."""
+    writer = make()
+    told = writer._saves.live_numbers()
+    writer._saves.live_numbers = lambda: {**told, "uploading": [(n, f"step-{n:08d}") for n in range(10_000)]}
+    writer.start(timeout=PATIENCE)
     assert number_in(writer.save(state_of(1)).durable.result(PATIENCE).path) == 1
-    assert writer.statistics().restarts == 0
 
 
 def test_ionice(make, monkeypatch):
@@ -502,6 +517,40 @@ def test_a_damaged_list_deletes_nothing(make, tmp_path, caplog):
     )  # fmt: skip
     assert index.read(str(tmp_path / "a")) == []
     assert "cannot be read" in caplog.text
+
+
+LOGGING = """
+import logging, warnings
+from shmtensor.checkpoint.output import Output
+def finish(self, old=Output.finish):
+    logging.getLogger("shmtensor.checkpoint").error("full: %s", "s3://user:hush@host/a?key=hush")
+    warnings.warn("worn out")
+    logging.getLogger("others").error("signed by hush")
+    return old(self)
+Output.finish = finish
+"""
+
+
+def test_the_trainer_logs_what_the_writing_process_logs(make, monkeypatch, caplog):
+    """And its warnings; nothing that may name a secret."""
+    monkeypatch.setattr(process_handle, "LAUNCH", LOGGING + process_handle.LAUNCH)
+    writer = make()
+    assert number_in(writer.save(state_of(1)).durable.result(PATIENCE).path) == 1
+    writer.close()
+    found = [(each.name, each.levelname, each.getMessage()) for each in caplog.records]
+    assert found[0] == ("shmtensor.checkpoint", "ERROR", "full: s3://host/a")
+    assert found[1][:2] == ("py.warnings", "WARNING")
+    assert "worn out" in found[1][2]
+    assert len(found) == 2
+
+
+def test_records_of_the_writing_process_are_bounded():
+    records = writer_process.Records()
+    for number in range(300):
+        records.handle(logging.makeLogRecord({"name": "a", "levelno": 30, "msg": f"{number} " + "x" * 10_000}))
+    taken = list(iter(records.take, None))
+    assert [int(each["text"].split()[0]) for each in taken] == list(range(200, 300))
+    assert all(len(each["text"]) == 2000 for each in taken)
 
 
 UNDELETABLE = """
@@ -674,11 +723,41 @@ def test_a_process_that_cannot_start(make, monkeypatch):
     assert number_in(writer.save(state_of(1)).durable.result(PATIENCE).path) == 1
 
 
+@pytest.mark.filterwarnings("ignore:checkpoint :RuntimeWarning")
+def test_a_process_that_is_not_watched_any_more_ends(make, caplog):
+    """It would keep its slots and the directory; the next save starts another one."""
+    caplog.set_level(logging.CRITICAL, "shmtensor.checkpoint")  # a record would keep the traceback, with a message
+    writer = make(memory="1MiB")
+    writer.start(timeout=PATIENCE)
+    first = writer.statistics().pid
+
+    def fail(report):
+        raise ZeroDivisionError("unexpected")
+
+    writer._process._on_report = fail
+    with pytest.raises(shmtensor.PeerDied, match="not watched any more: unexpected"):
+        writer.save(state_of(1)).durable.result(PATIENCE)
+    assert number_in(writer.save(state_of(2), timeout=PATIENCE).durable.result(PATIENCE).path) == 2
+    assert not psutil.pid_exists(first)
+
+
+def test_a_process_that_said_it_was_over_and_died(make, monkeypatch):
+    """What it said is not taken for what the next one says."""
+    monkeypatch.setattr(process_handle, "_PAUSES", (0.0,) * 5)
+    writer = make()
+    writer.start(timeout=PATIENCE)
+    writer._process._over = True
+    os.kill(writer.statistics().pid, signal.SIGKILL)
+    assert number_in(writer.save(state_of(1)).durable.result(PATIENCE).path) == 1
+    assert not writer._process._over
+
+
 def test_a_save_that_kills_every_writer_is_given_up(make, monkeypatch):
     """The next save goes well: what kills is passed over."""
     monkeypatch.setattr(process_handle, "_PAUSES", (0.0,) * 5)
-    arm = "import json, sys; from tests.faults import points; points.install('shmtensor.checkpoint'); "
-    arm += "s = json.loads(sys.argv[1]); (s['live'] or s['next'] == 1) and points.arm('write.headers', 'kill'); "
+    arm = "from tests.checkpoint.orders import settings; from tests.faults import points\n"
+    arm += "points.install('shmtensor.checkpoint')\n"
+    arm += "if settings['live'] or settings['next'] == 1: points.arm('write.headers', 'kill')\n"
     monkeypatch.setattr(process_handle, "LAUNCH", arm + process_handle.LAUNCH)
     monkeypatch.chdir(ROOT)
     writer = make()
