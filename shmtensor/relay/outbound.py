@@ -378,7 +378,9 @@ class Outbound:
         if self._pattern == WORK_QUEUE and now - self._heard > _LOST_S:
             self._take_back()
         if now >= self._hello_due:
-            hello = Hello(self._id, 0, self._attempt, self._pattern, self._user, self._window.oldest, self._path)
+            with self._changed:  # a late STATE may change it
+                oldest = self._window.oldest
+            hello = Hello(self._id, 0, self._attempt, self._pattern, self._user, oldest, self._path)
             self._hello_due = now + (self._pause() if self._state == REFUSED else _HELLO_S)
             self._to_all.send(hello.head())
         with self._changed:
@@ -477,11 +479,9 @@ class Outbound:
 
     def _is_over(self, now: float) -> bool:
         """Whether this attempt is over, for what the far relay says or does not say: then another one has begun."""
-        with self._changed:
-            is_silent = now - self._heard > _SILENCE_S
         if self._gap:
             self._begin_anew("messages were lost on the way")
-        elif is_silent:
+        elif now - self._heard > _SILENCE_S:
             self._begin_anew(f"the far relay has been silent for {_SILENCE_S:g} s")
         else:
             return False
@@ -504,12 +504,11 @@ class Outbound:
         if now - self._alone_since < (_RECALL_S if audience == NOBODY else 2 * _LOST_S):
             return False
         far, attempt = self._far, self._attempt
-        self._begin_anew("no consumer is there for what was sent")  # first: from here on nothing is acknowledged
-        with self._changed:
-            numbers = [number for number, _ in self._window.numbered()]
-        self._cancel(far, attempt, numbers)
+        self._begin_anew("no consumer is there for what was sent")
+        kept = self._clear()  # first: what CANCEL ends there is acknowledged, too, and was not done
+        self._cancel(far, attempt, [number for number, _ in kept])
         self._put(Bye(self._id, far, attempt, True).head())
-        self._give_back()
+        self._give_back(kept)
         return True
 
     def _cancel(self, far: int, attempt: int, numbers: list[int]) -> None:
@@ -519,16 +518,15 @@ class Outbound:
     def _take_back(self) -> None:
         """The far relay has been away for long: a queue's messages go to others here. If it comes back, consumers there
         get none of those that they have not begun with."""
-        with self._changed:
-            numbers = [number for number, _ in self._window.numbered()]
-        if not numbers and not self._held:
+        kept = self._clear()
+        if not kept and not self._held:
             return
         log.warning(
             "relay of channel %s has not heard of the far relay for %g s: %d messages go to consumers here",
-            self.name, _LOST_S, len(numbers) + len(self._held),
+            self.name, _LOST_S, len(kept) + len(self._held),
         )  # fmt: skip
-        self._taken_back += numbers
-        self._give_back()
+        self._taken_back += [number for number, _ in kept]
+        self._give_back(kept)
 
     def _pass_over(self, received: int) -> None:
         """The far relay, which refuses what is behind item `received`, is asked again: of a queue, if that lasts, or
@@ -540,7 +538,7 @@ class Outbound:
             is_new = self._refusal.note_told()
         if is_new:
             log.warning("relay of channel %s is refused for long: %d messages go to consumers here", self.name, count)
-        self._give_back(received)
+        self._give_back(self._clear(received))
 
     def _show_audience(self) -> None:
         """Tell the relays that bring messages of a queue here whether somebody there takes them on."""
@@ -548,15 +546,18 @@ class Outbound:
         if isinstance(self._endpoint, NearConsumer) and self._endpoint.is_onward != is_there:
             self._endpoint.show_onward(is_there)
 
-    def _give_back(self, received: int = 0) -> None:
-        """End the leases of all that was taken, behind item `received`: a queue's messages go to other consumers here.
+    def _clear(self, received: int = 0) -> list[tuple[int, Sent]]:
+        """Take what is behind item `received` out of the window, to be given back: nothing acknowledges it any more."""
+        with self._changed:
+            return self._window.clear(received)
+
+    def _give_back(self, kept: list[tuple[int, Sent]]) -> None:
+        """End the leases of what left the window so, and of what waits: a queue's messages go to other consumers here.
 
         A message that a consumer there has begun with may have ended that one: this counts as an attempt, so that it
         does not end one consumer after the other on all hosts. What was only sent does not count.
         """
-        with self._changed:
-            kept, begun = self._window.clear(received), self._begun
-        untried = [it for number, it in kept if number > begun] + self._held
+        untried = [it for number, it in kept if number > self._begun] + self._held
         self._held = []
         for it in untried:
             if self._pattern == WORK_QUEUE and isinstance(it, Message):
@@ -678,8 +679,7 @@ class Outbound:
             if isinstance(it, Taken):
                 it.give_up()
         self._held = []
-        with self._changed:
-            self._window.clear()
+        self._clear()
 
     def _report(self, now: float) -> None:
         """Send STATUS if the senders have changed, and every second. Those of what is under way are named, also if they
@@ -795,5 +795,5 @@ class Outbound:
         with self._changed:
             self._window.end()
         self._sending = None
-        self._give_back()
+        self._give_back(self._clear())
         self._replace(None)

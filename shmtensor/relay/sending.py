@@ -10,7 +10,7 @@ from typing import Any, Final, Generic, TypeVar
 from .frames import MOST_BODY, MOST_ITEMS, Item, Items, Part, Sender
 from .window import Outgoing
 
-BATCH: Final = 256 << 10
+BATCH: Final = 512 << 10
 """Bytes of small items that go into one frame. An item with more goes alone, in parts."""
 PART: Final = MOST_BODY // 2
 

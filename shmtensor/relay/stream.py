@@ -241,7 +241,8 @@ class Stream:
             self._step()
         try:
             self._inbound.forget(self)
-            if self._stop:  # what was published is not to be sent again to a successor
+            if self._stop:  # what was published, or is done, is not to be sent again to a successor
+                self._collect()
                 self._send(self._state().head())
             self._finish()
         finally:

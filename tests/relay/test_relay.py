@@ -20,7 +20,7 @@ zenoh = pytest.importorskip("zenoh", reason="a relay needs the extra `relay`")
 import shmtensor  # noqa: E402
 from shmtensor.channel import control  # noqa: E402
 from shmtensor.codec.encode import encode  # noqa: E402
-from shmtensor.relay import endpoints, frames, inbound, near_requests, outbound, refusal, sending, stream  # noqa: E402
+from shmtensor.relay import endpoints, frames, inbound, near_requests, outbound, refusal, sending, stream, window  # noqa: E402
 from shmtensor.relay.keys import Keys, path_hash  # noqa: E402
 from shmtensor.relay.session import Session, why_silent  # noqa: E402
 from shmtensor.relay.stream import Stream  # noqa: E402
@@ -414,6 +414,47 @@ def test_the_end_of_a_token_overtakes_what_a_far_relay_says_last(channel, patter
         assert state_of(near).resent == 0
 
 
+def test_a_relay_that_looks_for_its_peer_reads_its_window_under_the_lock(channel, monkeypatch):
+    """A STATE that comes late changes it, in Zenoh's thread."""
+    oldest, seek, seen, relays = window.Outgoing.oldest.fget, outbound.Outbound._seek, [], []
+    monkeypatch.setattr(
+        window.Outgoing, "oldest", property(lambda it: (seen.append(relays[-1]._changed._is_owned()), oldest(it))[1])
+    )
+    monkeypatch.setattr(outbound.Outbound, "_seek", lambda it: (relays.append(it), seek(it)))
+    with shmtensor.Relay(channel, to=endpoint(), pattern="fan-out"):
+        wait_until(lambda: seen)
+    assert all(seen)
+
+
+def test_what_is_done_as_a_far_relay_ends_is_acknowledged(channel, monkeypatch):
+    """It was done after the far relay had looked for the last time."""
+    step, holds, held, goes_on = stream.Stream._step, threading.Event(), threading.Event(), threading.Event()
+
+    def held_up(it):
+        step(it)
+        if holds.is_set():
+            held.set()
+            assert goes_on.wait(PATIENCE)
+
+    monkeypatch.setattr(stream.Stream, "_step", held_up)
+    with (
+        shmtensor.Producer(channel) as tx,
+        shmtensor.Consumer(f"{channel}-far", until="closed") as rx,
+        pair(channel, "work-queue") as (near, far),
+    ):
+        tx.send(np.array(0))
+        with rx.recv(timeout=PATIENCE):
+            holds.set()
+            assert held.wait(PATIENCE)
+        closing = threading.Thread(target=far.close)
+        closing.start()
+        (looks,) = far._channels[0]._streams.values()
+        wait_until(lambda: looks._stop)
+        goes_on.set()
+        closing.join()
+        wait_until(lambda: state_of(near).in_flight == 0)
+
+
 def test_senders_that_one_status_cannot_name(channel, monkeypatch):
     """Many that left at once, with all of their messages under way: those of more wait."""
     monkeypatch.setattr(outbound, "_MOST_ANNOUNCED", 3)
@@ -743,6 +784,39 @@ def test_what_is_taken_back_was_not_delivered(channel, monkeypatch):
                 with here.recv(timeout=PATIENCE) as message:
                     found[int(message.value)] = message.attempt
             assert found == attempts
+
+
+def test_what_is_taken_back_is_not_done_by_what_the_far_relay_answers(channel, monkeypatch):
+    """It acknowledges what CANCEL ends there, and N hears that before it has given anything back."""
+    monkeypatch.setattr(outbound, "_RECALL_S", 0.1)
+    cancel, on_frame, answered = outbound.Outbound._cancel, outbound.Outbound._on_frame, threading.Event()
+
+    def heard(near, head, body):
+        on_frame(near, head, body)
+        if getattr(frames.parse(head, body.to_bytes()), "acknowledged", 0) == 3:
+            answered.set()
+
+    def slow(near, far, attempt, numbers):
+        cancel(near, far, attempt, numbers)
+        assert not numbers or answered.wait(PATIENCE)
+
+    monkeypatch.setattr(outbound.Outbound, "_on_frame", heard)
+    monkeypatch.setattr(outbound.Outbound, "_cancel", slow)
+    with (
+        shmtensor.Producer(channel) as tx,
+        shmtensor.Producer(f"{channel}-far"),
+        pair(channel, "work-queue") as (near, _),
+    ):
+        with shmtensor.Consumer(f"{channel}-far", acknowledge="release", until="closed"):
+            for number in range(3):
+                tx.send(np.array(number))
+            wait_until(lambda: near._channels[0]._credit[1] == 3)
+        with shmtensor.Consumer(channel) as here:
+            found = []
+            for _ in range(3):
+                with here.recv(timeout=PATIENCE) as message:
+                    found.append(int(message.value))
+        assert sorted(found) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("begins", [False, True])

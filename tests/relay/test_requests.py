@@ -494,6 +494,7 @@ def test_the_connection_is_begun_anew_while_a_reply_is_confirmed(channel, monkey
 def test_a_cancellation_is_seen_while_a_large_request_is_sent(channel, monkeypatch):
     """And that of the large one itself, of which no more parts are sent then."""
     monkeypatch.setattr(outbound, "_LOOK_S", 0.0)
+    monkeypatch.setattr(outbound, "_SILENCE_S", PATIENCE)  # a busy machine ends no attempt
     sent, send, parts, submitted, over = [], session.Sender.send, 40, threading.Event(), threading.Event()
 
     def watched(sender, head, body=b""):
