@@ -469,7 +469,7 @@ class Outbound:
                 if not self._events:
                     self._changed.wait(tick)
                 return
-        messages, self._held = self._held, []
+        messages, self._held = self._held[:room], self._held[room:]
         if not messages:
             messages += endpoint.take(idle, min(room, MOST_ITEMS), BATCH)
             self._note_supply()
@@ -597,7 +597,7 @@ class Outbound:
         self._status_due = 0.0
         for at, it in enumerate(messages):
             if it.sender not in origins and len(origins) >= _MOST_ANNOUNCED:
-                self._held = messages[at:]
+                self._held = messages[at:] + self._held
                 return messages[:at]
             origins.add(it.sender)
         return messages

@@ -240,9 +240,10 @@ class Stream:
         while not self._stop and not self._is_over:
             self._step()
         try:
-            self._inbound.forget(self)
             if self._stop:  # what was published, or is done, is not to be sent again to a successor
                 self._collect()
+            self._inbound.forget(self)
+            if self._stop:
                 self._send(self._state().head())
             self._finish()
         finally:
