@@ -433,6 +433,8 @@ def load_into(
     opened, files = open_files(path, Opener(encryption_key))
     with files:
         state = _state_for(own, opened, files, key=key, readers=count, verify=verify)
+        if strict and not own.hooked:
+            _check_place(own, state, key)
         return module.load_state_dict(_with_tied(_with_tensors(state, own), own), strict=strict)
 
 
@@ -519,6 +521,16 @@ def _state_for(
     for target in targets:
         state[target.name] = target.tensor  # which load_state_dict copies onto itself: that costs nothing
     return state
+
+
+def _check_place(own: _Own, state: dict[str, Any], key: str | None) -> None:
+    """Raise `ArgumentError` if no name of the module is in the state, and all are one level deeper."""
+    if not own.state.keys() or own.state.keys() & state.keys():
+        return
+    for name, value in state.items():
+        if isinstance(value, dict) and own.state.keys() <= value.keys():
+            there = name if key is None else f"{key}.{name}"
+            raise ArgumentError(f"the module's state is not at the top of what is loaded: pass key={there!r:.80}")
 
 
 def _with_tensors(state: dict[str, Any], own: _Own) -> dict[str, Any]:

@@ -35,6 +35,11 @@ from .remote import BLOCK
 from .structure import key_of
 from .threads import at_once, in_threads, stopped
 
+_MOST_COMPARED: Final = 2000
+_LONG: Final = 200
+"""Names that an error compares with one that is not there, at most, and their most characters: a comparison takes up to
+their product."""
+
 
 def select(tree: Any, keys: Iterable[str] | str, tensors: Sequence[Entry] | None = None) -> Any:
     """The part of a tree that keys name; without `tensors`, those of its plan, of a state of dicts instead of a tree.
@@ -100,7 +105,7 @@ def descend(tree: Any, key: str, *, objects: bool = False) -> Any:
 
 def unknown(key: str, names: list[str]) -> ArgumentError:
     """The error for a name that the checkpoint does not have; it suggests similar ones."""
-    near = difflib.get_close_matches(key, names, 3)
+    near = difflib.get_close_matches(key, [name for name in names if len(name) <= _LONG][:_MOST_COMPARED], 3)
     hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(names[:5]) or 'no names'}"
     return ArgumentError(f"the checkpoint has nothing named {key!r:.80}: {hint}")
 

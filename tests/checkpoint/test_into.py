@@ -256,3 +256,14 @@ def test_arrays_that_torch_lacks(tmp_path):
     module = torch.nn.Linear(2, 2, bias=False)
     assert load_into(module, path, strict=False).unexpected_keys == ["names"]
     assert (module.weight == 1).all()
+
+
+def test_a_state_that_lies_deeper_is_named(tmp_path):
+    module = torch.nn.Linear(2, 2)
+    path = save({"step": 3, "parts": {"model": module.state_dict(), "other": {}}}, tmp_path / "a.pt", "torch")
+    assert load_into(torch.nn.Linear(2, 2), path, key="parts.model").missing_keys == []
+    with pytest.raises(ArgumentError, match=r"pass key='parts\.model'"):
+        load_into(torch.nn.Linear(2, 2), path, key="parts")
+    with pytest.raises(RuntimeError, match="Missing key"):  # torch's own: it is deeper than one level
+        load_into(torch.nn.Linear(2, 2), path)
+    assert load_into(torch.nn.Linear(2, 2), path, key="parts", strict=False).missing_keys == ["weight", "bias"]

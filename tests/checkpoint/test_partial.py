@@ -555,3 +555,12 @@ def test_arrays_come_without_torch(tmp_path):
     assert raw(torch.arange(10, dtype=torch.bfloat16)[2:4])  # the same type exists here
     assert SUFFIX["safetensors"] == path.suffix
     assert shmtensor.open_checkpoint is open_checkpoint
+
+
+def test_few_names_are_compared_with_one_that_is_not_there(monkeypatch):
+    compared = []
+    monkeypatch.setattr(selection.difflib, "get_close_matches", lambda key, names, most: compared.extend(names) or [])
+    names = ["x" * 1000, *(f"n{number}" for number in range(100_000))]
+    assert "it has" in str(selection.unknown("y", names))
+    assert len(compared) <= 2000
+    assert max(map(len, compared)) <= 200
