@@ -407,7 +407,8 @@ def load_into(
     hooks and checks, and raises its own `RuntimeError`: what hooks that run before, or a module's own
     `load_state_dict` or `_load_from_state_dict`, may change is copied, too. NumPy arrays fill tensors as well. Digests
     are compared on the way: if one is wrong, `CheckpointError` is raised, and the module holds what was read. No second
-    copy of the state is made.
+    copy of the state is made. With `strict`, `ArgumentError` names the `key` to pass if all names of the module, and
+    none where it looks, lie one level deeper.
 
     >>> import os, tempfile, torch, safetensors.torch
     >>> model = torch.nn.Linear(2, 2)
@@ -527,10 +528,13 @@ def _check_place(own: _Own, state: dict[str, Any], key: str | None) -> None:
     """Raise `ArgumentError` if no name of the module is in the state, and all are one level deeper."""
     if not own.state.keys() or own.state.keys() & state.keys():
         return
-    for name, value in state.items():
-        if isinstance(value, dict) and own.state.keys() <= value.keys():
-            there = name if key is None else f"{key}.{name}"
-            raise ArgumentError(f"the module's state is not at the top of what is loaded: pass key={there!r:.80}")
+    there = [
+        repr(name if key is None else f"{key}.{name}")
+        for name, value in state.items()
+        if isinstance(name, str) and len(name) < 80 and isinstance(value, dict) and own.state.keys() <= value.keys()
+    ]
+    if there:
+        raise ArgumentError(f"the module's state lies one level deeper: pass key={' or key='.join(there[:3])}")
 
 
 def _with_tensors(state: dict[str, Any], own: _Own) -> dict[str, Any]:

@@ -106,7 +106,11 @@ def descend(tree: Any, key: str, *, objects: bool = False) -> Any:
 def unknown(key: str, names: list[str]) -> ArgumentError:
     """The error for a name that the checkpoint does not have; it suggests similar ones."""
     near = difflib.get_close_matches(key, [name for name in names if len(name) <= _LONG][:_MOST_COMPARED], 3)
-    hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(names[:5]) or 'no names'}"
+    hint = (
+        f"did you mean {', '.join(near)}?"
+        if near
+        else f"it has {', '.join(name[:80] for name in names[:5]) or 'no names'}"
+    )
     return ArgumentError(f"the checkpoint has nothing named {key!r:.80}: {hint}")
 
 

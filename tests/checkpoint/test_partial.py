@@ -561,6 +561,6 @@ def test_few_names_are_compared_with_one_that_is_not_there(monkeypatch):
     compared = []
     monkeypatch.setattr(selection.difflib, "get_close_matches", lambda key, names, most: compared.extend(names) or [])
     names = ["x" * 1000, *(f"n{number}" for number in range(100_000))]
-    assert "it has" in str(selection.unknown("y", names))
+    assert len(str(selection.unknown("y", names))) < 200
     assert len(compared) <= 2000
     assert max(map(len, compared)) <= 200
