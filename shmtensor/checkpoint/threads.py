@@ -27,7 +27,7 @@ class Stopped(Exception):
     """The thread was told to stop."""
 
 
-class _Crew:
+class _Group:
     """The threads of one call of `in_threads`.
 
     over:   no piece of work begins any more
@@ -45,7 +45,7 @@ class _Crew:
 
     def work(self) -> None:
         """Make the calls, one after the other. `count(1, 1)` was called before."""
-        _own.crew = self
+        _own.group = self
         try:
             self._work()
         except BaseException as error:
@@ -73,7 +73,7 @@ class _Crew:
     def wait(self) -> None:
         """Wait until all threads have ended, or none is inside and it is over."""
         while not self._is_done():
-            if stopped():  # the caller is itself a thread of another crew
+            if stopped():  # the caller is itself a thread of another group
                 self.over.set()
 
     def _is_done(self) -> bool:
@@ -88,8 +88,8 @@ _own = threading.local()
 
 def stopped() -> bool:
     """Whether this thread was told to stop."""
-    crew: _Crew | None = getattr(_own, "crew", None)
-    return crew is not None and crew.over.is_set()
+    group: _Group | None = getattr(_own, "group", None)
+    return group is not None and group.over.is_set()
 
 
 def check() -> None:
@@ -100,8 +100,8 @@ def check() -> None:
 
 def pause(seconds: float) -> None:
     """Wait for so long. Raises `Stopped`."""
-    crew: _Crew | None = getattr(_own, "crew", None)
-    (crew.over if crew is not None else threading.Event()).wait(seconds)
+    group: _Group | None = getattr(_own, "group", None)
+    (group.over if group is not None else threading.Event()).wait(seconds)
     check()
 
 
@@ -109,15 +109,15 @@ def pause(seconds: float) -> None:
 def waiting() -> Iterator[None]:
     """For `with`: this thread waits for others, perhaps for ever, and touches no memory of its caller. Raises `Stopped`
     at the end, if that is how it has ended for the caller."""
-    crew: _Crew | None = getattr(_own, "crew", None)
-    if crew is None:
+    group: _Group | None = getattr(_own, "group", None)
+    if group is None:
         yield
         return
-    crew.count(0, -1)
+    group.count(0, -1)
     try:
         yield
     finally:
-        crew.count(0, 1)
+        group.count(0, 1)
         check()
 
 
@@ -126,38 +126,38 @@ def in_threads(calls: Sequence[Callable[[], _B]], threads: int) -> list[_B]:
     told to stop."""
     if min(threads, len(calls)) == 1:
         return [call() for call in calls]
-    crew, started = _Crew(calls), list[threading.Thread]()
+    group, started = _Group(calls), list[threading.Thread]()
     try:
         for _ in range(min(threads, len(calls))):
-            started.append(threading.Thread(target=crew.work, name="shmtensor checkpoint call", daemon=True))
-            crew.count(1, 1)
+            started.append(threading.Thread(target=group.work, name="shmtensor checkpoint call", daemon=True))
+            group.count(1, 1)
             try:
                 started[-1].start()
             except RuntimeError:  # no more threads may be started
                 started.pop()
-                _work_here(crew)
-        crew.wait()
+                _work_here(group)
+        group.wait()
     except BaseException:
-        crew.over.set()
-        crew.wait()
+        group.over.set()
+        group.wait()
         raise
-    if crew.error is None:
+    if group.error is None:
         for thread in started:
             thread.join()
-        return crew.results
-    error, crew.error = crew.error, None
+        return group.results
+    error, group.error = group.error, None
     try:
         raise error
     finally:
         del error  # its traceback has this frame
 
 
-def _work_here(crew: _Crew) -> None:
-    before = getattr(_own, "crew", None)
+def _work_here(group: _Group) -> None:
+    before = getattr(_own, "group", None)
     try:
-        crew.work()
+        group.work()
     finally:
-        _own.crew = before
+        _own.group = before
 
 
 def at_once(call: Callable[[_A], _B], each_of: Iterable[_A]) -> list[_B]:

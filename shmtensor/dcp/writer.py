@@ -490,16 +490,16 @@ class AsyncStager(staging.AsyncStager):
         planner, planned = self._make_planner(), self._last
         last = planned
         planner.set_up_planner(state_dict=state_dict, storage_meta=None, is_coordinator=self._place.rank == 0)
-        grounds: Any = _grounds(planner)
-        if planned is None or grounds != planned.grounds:
+        signature: Any = _signature(planner)
+        if planned is None or signature != planned.signature:
             local = planner.create_local_plan()
             if not local.usable:
                 raise ArgumentError(
                     "planner= makes planners that cache their plans: leave that out, the stager does it"
                 )
-            grounds = grounds or hashlib.sha256(pickle.dumps(local)).digest()
-            if planned is None or grounds != planned.grounds:
-                planned = _Planned(local, grounds)
+            signature = signature or hashlib.sha256(pickle.dumps(local)).digest()
+            if planned is None or signature != planned.signature:
+                planned = _Planned(local, signature)
         self._writer.open(self._place)
         return (planner, planned), planned is last
 
@@ -562,7 +562,7 @@ class _Planned(NamedTuple):
 
     local: SavePlan
     """Of this rank."""
-    grounds: Any
+    signature: Any
     """What the local plan follows from: of any planner that is the plan itself, as a digest."""
     plan: SavePlan | None = None
     """What the planner of the first rank has made of it; None before the exchange."""
@@ -572,7 +572,7 @@ _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _ATTRIBUTES: Final = attrgetter("shape", "dtype")
 
 
-def _grounds(planner: SavePlanner) -> tuple[Any, ...] | None:
+def _signature(planner: SavePlanner) -> tuple[Any, ...] | None:
     """What the local plan of `DefaultSavePlanner` follows from, as far as a part depends on it: where each item is in
     the state, and size, dtype and distribution of each tensor. None of another planner, or of items that plan
     themselves.
