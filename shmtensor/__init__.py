@@ -13,9 +13,9 @@ this slot, without a copy.
 | to save a model while training goes on | `CheckpointWriter` |
 | to load it | `load_checkpoint`, `load_newest`, `load_into`, `open_checkpoint` |
 | a channel of this host on another one | `Relay`; `shmtensor relay` in a shell |
-| to see what happens on this machine | `inspect`; `shmtensor top` in a shell |
-| that for `torch.distributed.checkpoint` | `shmtensor.dcp.StorageWriter`, `StorageReader`, `AsyncStager` |
+| to save and load by `torch.distributed.checkpoint` | `shmtensor.dcp.StorageWriter`, `StorageReader`, `AsyncStager` |
 | channels of a Ray cluster, tensors in its object refs | `shmtensor.ray.relays`, `register` |
+| to see what happens on this machine | `inspect`; `shmtensor top` in a shell |
 
 Every error is a `ShmTensorError`. `import shmtensor` imports no torch: that happens when the first tensor is sent or
 arrives.

@@ -22,10 +22,10 @@ from typing import Any, Final
 
 
 class ParentWatch:
-    """In a process that `multiprocessing` started: whether the one that started it has ended.
+    """Whether the parent of this process has ended; for processes that `multiprocessing` started.
 
-    By its pid and by `multiprocessing`'s pipe. The pipe alone would not tell: every child that the parent forks
-    inherits the parent's end of it.
+    It checks the parent's pid and `multiprocessing`'s pipe. The pipe alone is not enough: every child that the parent
+    forks inherits the parent's end of it.
 
     Args:
         others: objects with a `fileno()`: `wait` also returns when one of them can be read.
@@ -47,11 +47,11 @@ class ParentWatch:
                 pass
 
     def has_ended(self) -> bool:
-        """Whether the parent has ended. Some 1 µs."""
+        """Whether the parent has ended. Takes about 1 µs."""
         return self._is_orphan or bool(self._poll.poll(0))
 
     def wait(self) -> None:
-        """Wait until it has."""
+        """Wait until the parent has ended."""
         if not self._is_orphan:
             self._poll.poll()
 

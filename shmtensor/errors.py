@@ -9,7 +9,7 @@
 | `EndOfStream` | no one: every sender has left and everything is received |
 | `PeerDied` | the operator of the peer |
 | `RemoteError` | the author of the server's handler |
-| `WireError` | the operator of the peer: it sends what this version cannot read |
+| `WireError` | the operator of the peer: it sends data that this version cannot read |
 | `CheckpointError` | the owner of the files: a checkpoint is damaged, truncated, foreign or not to be trusted |
 | `DependencyError` | the installer of the program: an optional package is missing |
 | `ResourceError`, `AccessDenied`, `PlatformError`, `CudaError` | the administrator: memory, permissions, kernel, GPU |
@@ -79,7 +79,7 @@ class ArgumentError(ShmTensorError, ValueError):
 class ArgumentTypeError(ShmTensorError, TypeError):
     """An argument, or a leaf of a value to send, has a wrong type.
 
-    Cause: most often an object in the value that is no tensor, array or plain scalar.
+    Cause: most often an object in the value that is not a tensor, array or plain scalar.
     Remedy: the message names the place, such as `value["a"][3]`, and where there is one what to send instead.
     """
 
@@ -162,7 +162,7 @@ class CheckpointError(WireError):
 
 
 class WrongKey(CheckpointError):
-    """A checkpoint is encrypted and no key or another one was given; or it is not encrypted, and a key was given.
+    """A checkpoint is encrypted, and no key or a wrong one was given; or it is not encrypted, and a key was given.
 
     Cause: `key=` (of `load_into` `encryption_key=`; of commands `--key-file` or `--passphrase`) is not what the
     checkpoint was saved with, or somebody has changed the file's header.
@@ -195,8 +195,8 @@ class AccessDenied(ResourceError, PermissionError):
 
     Cause: there are no credentials, or they are wrong or have expired, or the account may not do this: an HTTP or S3
     server answered 401 or 403, or a Redis server refused the user, the password or a command.
-    Remedy: set the credentials where fsspec, or the provider's own tools, look for them, and what the account may do at
-    the server. It is not tried again by itself.
+    Remedy: set the credentials where fsspec, or the provider's own tools, look for them, and grant the account access
+    on the server. The library does not retry.
     """
 
 
@@ -214,6 +214,7 @@ class CudaError(ResourceError):
 class PlatformError(ResourceError):
     """This operating system, kernel or interpreter lacks something that the library needs.
 
-    Cause: not Linux, Python before 3.10, or a kernel without `membarrier` on a processor that needs it.
+    Cause: not Linux; a kernel without `membarrier` on a processor that needs it; or queues with a segment server and a
+    C library other than glibc.
     Remedy: run `shmtensor doctor` and see Compatibility in the documentation.
     """

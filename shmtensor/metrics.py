@@ -26,7 +26,7 @@ __all__ = ["collector"]
 def collector(pattern: str = "*") -> Any:
     """A collector for a registry of prometheus_client: each scrape inspects the channels of this machine anew.
 
-    So a process that has died is gone from the next scrape. It joins no channel and holds up no member. Names that
+    So the next scrape has no process that has died. The collector joins no channel and delays no member. Names that
     end with `_total` are what that member has counted since it joined; everything else is a gauge of this moment. A
     program that exports metrics of its own registers it once; for a machine, `shmtensor metrics` serves it.
 
@@ -109,7 +109,7 @@ class _Collector:
         return list(self._families().values())
 
     def collect(self) -> Iterator[Metric]:
-        """One reading."""
+        """Inspect the channels once, and yield the metrics."""
         families = self._families()
 
         def put(name: str, value: float, *labels: str) -> None:
@@ -143,7 +143,8 @@ class _Collector:
 
 
 def _labels(channel: ChannelInfo) -> tuple[str, str]:
-    """A service's channels of replies, one per client, count as one: their names never come again."""
+    """The labels `channel` and `kind`. A service's reply channels, one per client, share one pair, since their names
+    are never used again."""
     if channel.service and channel.kind == "fan-out":
         return channel.service, "replies"
     return channel.name, channel.kind

@@ -63,7 +63,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, for people: without the number that an `OSError` has before it.
+    """The text of an error for people, without the number that precedes that of an `OSError`.
 
     >>> reason(PermissionError(13, "Permission denied", "runs/a"))
     'runs/a: Permission denied'
@@ -74,7 +74,7 @@ def reason(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """A text without characters that a terminal obeys: those that cannot be printed are written as in Python's source.
+    """A text without control characters: those that cannot be printed are written as in Python's source.
 
     >>> printable("a name" + chr(27)) == "a name" + chr(92) + "x1b"
     True
@@ -113,7 +113,7 @@ def check_timeout(timeout: Any, name: str = "timeout") -> None:
 
 
 def waits(timeout: float) -> bool:
-    """Check a timeout; whether it allows to wait."""
+    """Check a time-out; return whether it allows waiting."""
     check_timeout(timeout)
     return timeout > 0
 

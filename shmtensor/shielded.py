@@ -35,7 +35,7 @@ _CALLER: Final = "caller"
 
 
 class Timed:
-    """For `with`: hold a lock that is written in C. Raises `StopIteration` if it is not free within so many seconds.
+    """For `with`: hold a lock that is implemented in C. Raises `StopIteration` if it is not free within `seconds`.
 
     Both of its methods are C functions: the lock is held when the block has begun, and only then.
     """
@@ -63,7 +63,7 @@ class Condition(threading.Condition):
     _is_owned: Callable[[], bool]
 
     def wait(self, timeout: float | None = None) -> bool:
-        """As for the standard one. Whatever is raised, the lock is held afterwards."""
+        """As the standard library's. Whatever is raised, the lock is held afterwards."""
         if not self._is_owned():
             raise RuntimeError("cannot wait on un-acquired lock")
         waiter = _thread.allocate_lock()
@@ -140,7 +140,7 @@ class Call(Generic[_T]):
         """The caller's wait was ended by an exception."""
 
     def __call__(self) -> None:
-        """Run it, unless the caller has cancelled it. For the thread."""
+        """Run the function, unless the caller has cancelled the call. Called by the queue's thread."""
         function, self._function = self._function, None
         if function is None or not self._claimed_by(_THREAD):
             return
@@ -180,14 +180,15 @@ class Call(Generic[_T]):
         return result
 
     def abandon(self) -> None:
-        """After an exception: cancel it, or wait until it has ended, which it does soon."""
+        """After an exception in the caller: cancel the call, or, if it has begun, wait until it has ended, which is
+        soon."""
         self.abandoned = True
         if not self._claimed_by(_CALLER):
             self._over.wait()
 
     @property
     def is_over(self) -> bool:
-        """Whether its function has ended."""
+        """Whether the function has ended."""
         return self._over.is_set()
 
     def _claimed_by(self, who: str) -> bool:
@@ -220,7 +221,7 @@ class CallQueue:
         return not self._serving.locked() and not self._calls
 
     def is_next(self, call: Call[Any]) -> bool:
-        """Whether every call before this one, which was put in, is over."""
+        """Whether every call that was put in before this one is over."""
         for each in self._calls.copy():
             if each is call:
                 break
@@ -245,7 +246,7 @@ class CallQueue:
             self.put(None)
 
     def _begin(self) -> None:
-        """In a thread that the caller started by one C call: start the one that `threading` knows."""
+        """Run in a thread that the caller started by one C call: start a thread that `threading` knows."""
         try:
             OwnThread(target=self._serve, args=(self._stays,), name=self._name, daemon=self._daemon).start()
         except RuntimeError:
@@ -282,15 +283,15 @@ class CallQueue:
 
 
 def aside(function: Callable[[], _T], name: str, *, wait: bool = True, complete: bool = True) -> _T | None:
-    """Have the function called on a thread of its own; returns what it returns, raises what it raises.
+    """Call the function on a thread of its own; return what it returns, raise what it raises.
 
     Args:
         wait: otherwise returns None at once.
         complete: an asynchronous exception is raised when the function has ended or will not begin; otherwise it is
             raised at once, and the function goes on.
 
-    If this is such a thread already, or no thread can be started, the function is called here, now. Threads that the
-    function starts are no daemons by default.
+    If this is such a thread already, or no thread can be started, the function is called in this thread. Threads that
+    the function starts are not daemons by default.
     """
     if isinstance(threading.current_thread(), OwnThread):
         return function()

@@ -24,8 +24,8 @@ class SenderStatistics:
     slots: int
     """Slots of all rings together."""
     slots_busy: int
-    """Slots whose message a receiver still needs, or that a loan has. Not those that only wait for a subscriber with
-    `delivery="latest"`: a newer message takes their place."""
+    """Slots whose message a receiver still needs, and slots on loan. Not those whose message only a subscriber with
+    `delivery="latest"` may still read: a newer message may replace it."""
     ring_bytes: int
     """Shared memory of all rings, bytes."""
     receivers: int
@@ -58,11 +58,11 @@ class ReceiverStatistics:
     """Messages that were skipped because their slot descriptor is damaged; fan-out: also those with tensors, where
     torch is not installed."""
     bad_doorbells: int
-    """Wake-ups that were not valid."""
+    """Wake-up messages in the inbox that were not valid."""
     sleeps: int
     """How often `recv` went to sleep."""
     ticks: int
-    """How often such a sleep was ended by the regular liveness check (every 0.25 s) instead of a wake-up."""
+    """How often such a sleep ended by the regular liveness check (every 0.25 s) instead of a wake-up."""
     late: int
     """Liveness checks that found a message: a wake-up was lost, or a sender died before it sent one."""
     senders: int
@@ -98,7 +98,7 @@ class ClientStatistics:
     outstanding: int
     """Requests without a reply so far."""
     servers: int
-    """Servers that are alive now, for health checks: a killed one is not counted."""
+    """Servers that are alive now. A killed server is not counted, so this may be used for health checks."""
     request_bytes: int
     """Payload bytes of all requests."""
     reply_bytes: int
@@ -140,7 +140,7 @@ class WorkerStatistics:
     alive: bool
     """Whether it has a process that has not ended."""
     ready: bool
-    """Whether that takes requests: `setup` is over."""
+    """Whether its process takes requests: `setup` has returned."""
     restarts: int
     """How often a process of this index was started again after one had died, or could not start. Not by reloads."""
     generation: int
@@ -151,7 +151,7 @@ class WorkerStatistics:
     errors: int
     """Of these, answered with an error."""
     busy: float | None
-    """Seconds since it began with the request that it works on; None if it has none."""
+    """Seconds since it began its current request; None if it has none."""
     last_error: str
     """What the handler raised last, or how a process died, or why it could not start, of all processes that have had
     this index; empty if nothing has happened."""
@@ -171,7 +171,7 @@ class PoolStatistics:
     reloads: int
     """Reloads that were begun."""
     reloading: bool
-    """Whether one is going on."""
+    """Whether a reload is in progress."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class WriterStatistics:
     skipped: int
     """Calls of `save` that saved nothing, by `busy="skip"`."""
     deleted: int
-    """Old checkpoints that were removed because `keep_last` and the like did not keep them."""
+    """Old checkpoints that were removed by the rules `keep_last`, `keep_every` and `keep_best`."""
     restarts: int
     """How often the writing process was started again."""
     memory_bytes: int
@@ -228,9 +228,9 @@ class RelayStatistics:
     connections: int
     """Near: how often a far relay was found. Far: how many near relays have come."""
     reason: str
-    """Near: why it is `"refused"` or `"failed"`, or looks for its far relay again; what it is short of, such as open
-    files, and tries again to get; else empty."""
+    """Near: why it is `"refused"` or `"failed"`, or looks for its far relay again, or which resource it lacks, such as
+    open files, and waits for; else empty."""
     refused: int
-    """Far: requests to begin that were refused."""
+    """Far: how often a near relay was refused."""
     bad_frames: int
     """Frames, or messages in them, that were damaged or hostile, and were dropped."""

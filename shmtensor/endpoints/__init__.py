@@ -1,1 +1,1 @@
-"""What users hold: publishers, subscribers, producers, consumers and messages."""
+"""The public endpoints of channels: publishers, subscribers, producers, consumers and their messages."""

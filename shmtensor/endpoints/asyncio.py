@@ -63,7 +63,7 @@ class AsyncEndpoint(Endpoint):
         """A new wait queue for tasks of `loop`."""
 
     def _loop_error(self) -> LoopError:
-        """Tasks of another event loop wait here."""
+        """The error of a call from this loop while tasks of another event loop wait."""
         return LoopError(
             f"{self._called.format(self)}: tasks of another event loop wait there: use it from one loop at a time, or "
             "make one for each"
@@ -157,10 +157,10 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
         return self._arecv(self._ask(), timeout, copy)
 
     def _ask(self) -> Hand | None:
-        """A task, or a thread, asks for its next message: what it has in hand is done. Returns its hand.
+        """Acknowledge what the task or thread that asks for its next message had received. Returns its `Hand`.
 
-        That is who calls, and not who runs the coroutine: up to Python 3.11 `asyncio.wait_for` makes a task for it,
-        which has ended when the message is being worked on.
+        The task is the one that calls, not the one that runs the coroutine: up to Python 3.11 `asyncio.wait_for`
+        creates a task for that, which has ended when the message is being worked on.
         """
         if self._claims is None or self._hands is None or self._state or self._stop:
             return None
@@ -249,7 +249,8 @@ class AsyncReceiver(Receiver, AsyncEndpoint):
         return message
 
     def _check_senders(self) -> Message | None:
-        """No message is there: if it is time, find out who died, and take what they left. Raises `EndOfStream`."""
+        """When no message is there, and a liveness check is due: find dead senders, and take what they left. Raises
+        `EndOfStream`."""
         message, wait_queue = None, self._wait_queue
         due = wait_queue is not None and wait_queue.liveness_check_due
         if due or clock() >= self._liveness_check_due:
@@ -393,7 +394,7 @@ class AsyncSender(Sender, AsyncEndpoint):
             sending.release()
 
     def _is_first(self, sending: Sending) -> bool:
-        """Whether no task that is alive has begun to send before. What a closed loop has left is never sent."""
+        """Whether no living task began to send before this one. What tasks of a closed loop began is never sent."""
         for other, loop in list(self._sendings.items()):
             if other is sending or not loop.is_closed():
                 return other is sending

@@ -40,14 +40,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Traits:
-    """In what the endpoints of one side differ without code of their own: each class has one, which its bases read."""
+    """Constants in which endpoint classes of one side differ: each class has one instance, which its base classes
+    read."""
 
     kind: int
-    """Of the rings: `FAN_OUT` or `WORK_QUEUE`."""
+    """The kind of the rings: `FAN_OUT` or `WORK_QUEUE`."""
     service: int = 0
     """The kind of the channel, if it is not that of the rings."""
     counts_lost: bool = False
-    """Whether it tells how many messages end unfinished with it as the last member of its channel."""
+    """Whether it reports how many unfinished messages are lost when it leaves as the last member of its channel."""
 
     @property
     def channel(self) -> int:
@@ -57,10 +58,10 @@ class Traits:
 
 @dataclass(frozen=True)
 class SenderTraits(Traits):
-    """Of a sender."""
+    """`Traits` of a sender class."""
 
     sizing: Sizing = SIZED
-    """Of rings for which the caller chose no number of slots."""
+    """The sizes of rings for which the caller chose no number of slots."""
     pool: type[Pool] = Pool
     """Decides how many slots of which size a ring gets."""
     entries: int = 1024
@@ -75,31 +76,31 @@ class SenderTraits(Traits):
         'channel "{0.name}": no room for {nbytes}, all {slots} slots wait for receivers (there: {there}){grown}: '
         'receive faster, release messages, or pass slots=, timeout={grow} or full="drop"'
     )
-    """What is said of a message for which there is no slot, with the sender as `{0}`; `{there}`: all that receive, of
-    which some may hold nothing; `{grown}`: what keeps one with `full="grow"` from adding a ring, `{limit}` in short;
+    """The error text for a message without a free slot, with the sender as `{0}`; `{there}`: all receivers, of which
+    some may hold nothing; `{grown}`: what keeps one with `full="grow"` from adding a ring, `{limit}` in short;
     `{grow}`: that option as a remedy for others."""
     full_alone: str = (
         'channel "{0.name}": no room for {nbytes} in {slots} slots, and nobody receives there{grown}: start a '
         'receiver, or pass slots=, timeout={grow} or full="drop"'
     )
-    """The same if there is no receiver."""
+    """The same text if there is no receiver."""
 
 
 @dataclass(frozen=True)
 class ReceiverTraits(Traits):
-    """Of a receiver."""
+    """`Traits` of a receiver class."""
 
     is_only_reader: bool = False
     """Whether no other receiver gets the same messages, although it is a fan-out."""
     by_age: bool = False
     """Whether the oldest message of all senders comes first. Else they are read round robin."""
     inbox: Callable[[str, int], Inbox] = Inbox
-    """What it is woken by: of a directory and its uid."""
+    """The class of its inbox, called with the socket directory and the receiver's uid."""
     raises_unreadable: bool = True
     """Fan-out: whether `recv` raises the error of a message that only a missing package can read. Else it returns the
     message, with the error as its meta."""
     given_up: str = "channel %s: message %d of producer %016x dropped after %d attempts that did not finish it"
-    """What is logged of a message that was delivered too often."""
+    """The log line for a message that was delivered too often."""
 
     @property
     def maps_writable(self) -> bool:
@@ -141,7 +142,7 @@ class Local:
         )
 
     def _instead(self) -> str:
-        """What to pass to another process instead."""
+        """What to pass to another process instead, as text for the error."""
         name = getattr(self, "name", "")
         return f'pass the channel\'s name, "{name}", and make a {type(self).__name__} of its own in the other process'
 
@@ -169,13 +170,13 @@ class Endpoint(Local, ABC):
     """Base of everything that joins a channel. Thread-safe: one call at a time, others wait.
 
     Every call that changes an endpoint runs in `_run`, `_run_within` or `_try_run`, under the mutex, and `_inside`
-    names its thread. So a signal handler or a finalizer that interrupts a call, in that very thread, can be
-    distinguished from another thread: its `close()` is carried out when the call that it interrupted ends; any other
-    call of it is refused, which would otherwise be a deadlock.
+    names its thread. So a signal handler or a finalizer that interrupts a call in that very thread can be distinguished
+    from another thread: its `close()` is carried out when the interrupted call ends; any other call is refused, since
+    it would be a deadlock.
 
     Asynchronous exceptions (Ctrl-C, a signal handler that raises) arrive at the entry of a Python function, after a
-    call, and at a jump back, nowhere else. What must not be torn apart lies between two of these, or in a `try` that
-    begins before it: docs/internals/protocols.md, section 12.
+    call, and at a jump back, nowhere else. Steps that must not be separated lie between two such points, or in a `try`
+    that begins before them: docs/internals/protocols.md, section 12.
     """
 
     _member: Member
@@ -184,7 +185,7 @@ class Endpoint(Local, ABC):
     _flags = 0
     """Further flags of its entry: channel/control.py."""
     _called = '{0.__class__.__name__} of channel "{0.name}"'
-    """What errors call it, with the endpoint as `{0}`."""
+    """The name of the endpoint in errors, a format with the endpoint as `{0}`."""
 
     def __init__(self) -> None:
         native.report_missing()
@@ -288,8 +289,8 @@ class Endpoint(Local, ABC):
     ) -> Any:
         """As `_run`, but return `call(seconds, *args)`, with the seconds that are left of `timeout`.
 
-        Raise `too_late(timeout)` if a thread that has the mutex waits for other processes when the time is up. One that
-        does not is done soon, and is waited for.
+        Raise `too_late(timeout)` if the time is up and the thread that has the mutex is waiting for other processes. If
+        that thread is not waiting, it is done soon, and this call waits for it.
         """
         if timeout is None:
             return self._run(call, None, *args)
@@ -351,7 +352,7 @@ class Endpoint(Local, ABC):
         return me == self._inside or me in self._entering
 
     def _refuse_inside(self) -> None:
-        """Raise the error of a call that interrupted another one of the same thread."""
+        """Raise the error for a call that interrupted another call of the same thread."""
         raise ReentrantError(
             f'{type(self).__name__} of channel "{self.name}": this thread is inside a call of it already, and was '
             "interrupted by a signal handler or a finalizer: only close() may be called from there"
@@ -378,7 +379,7 @@ class Endpoint(Local, ABC):
 
     @abstractmethod
     def _outlast(self) -> None:
-        """Leave, though views are alive; wait for other processes that need what ends with this one.
+        """Leave although views are alive, and wait for other processes that need memory which ends with this process.
 
         Called at exit, when all endpoints of the process are closed, for each that is `lingering`.
         """
@@ -445,7 +446,7 @@ _left = 0
 
 
 def has_left() -> bool:
-    """Whether this process has closed its endpoints because it ends: what runs now are finalizers."""
+    """Whether this process has closed its endpoints because it ends: only finalizers run now."""
     return _left == os.getpid()
 
 

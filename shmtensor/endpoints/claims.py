@@ -1,8 +1,8 @@
-"""What a receiver has that shares its messages with others: a consumer, or a subscriber in a group.
+"""The claims of a receiver that shares its messages with others: a consumer, or a subscriber in a group.
 
-Each message is claimed by one of them. It is done when its thread or task says so, or asks for the next one; what is
-not done when its receiver dies, another one finds by a scan. Used under the receiver's mutex, but for what threads have
-in hand.
+Each message is claimed by one of them. It is done when its thread or task acknowledges it, or asks for the next one. A
+message that is not done when its receiver dies is found by another receiver, by a scan. Used under the receiver's
+mutex, except for the unacknowledged messages of threads (`Hand`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEFAULT_ATTEMPTS: Final = 5
 
 
 class Hand:
-    """What one thread or task received and has not said to be done."""
+    """The messages that one thread or task has received and not acknowledged."""
 
     __slots__ = ("__weakref__", "last")
 
@@ -42,7 +42,7 @@ class Hand:
         could arrive where another one is made."""
 
     def acknowledge(self) -> None:
-        """Its thread or task asks for the next message: what is in hand is done."""
+        """Mark these messages as done: their thread or task asks for the next one."""
         each = last = self.last  # keeps their memory, and with it the locks, until `done` is stored
         if last is not None:
             while each is not None:
@@ -51,7 +51,7 @@ class Hand:
             self.last = None
 
     def forget(self, lease: Any) -> bool:
-        """Its user has released, or given back, a message. Returns whether it was in this hand."""
+        """Remove a message that was released or given back. Returns whether it was in this hand."""
         last = self.last
         if last is not None and last[0] is lease:  # no boundary from here on: a thread may be receiving the next one
             self.last = last[3]
@@ -69,8 +69,8 @@ class Hand:
         return True
 
     def end(self, *, done: bool) -> None:
-        """Its task has ended. `done`: regularly, and what it received is done once nobody refers to it any more; else
-        it goes to another receiver, as after a `with` block that an exception has left."""
+        """Handle the end of the task. `done`: it ended regularly, and its messages are done once nothing refers to them
+        any more; else they go to another receiver, as after a `with` block that an exception has left."""
         each = self.last
         while each is not None:
             lease, _, reference, before = each
@@ -83,7 +83,7 @@ class Hand:
 
 
 class Hands(threading.local):
-    """The `Hand` of each thread. One ends with its thread, and its message goes to another receiver."""
+    """The `Hand` of each thread. It ends with its thread, and its message goes to another receiver."""
 
     def __init__(self, all_hands: set[weakref.ref[Hand]]) -> None:
         self.hand = Hand()
@@ -116,7 +116,7 @@ class Claims:
         """The receiver has become a member."""
         self._member, self._bells = member, Doorbells(member.directory)
 
-    # --- who else takes messages
+    # --- other receivers of the same messages
 
     def update_siblings(self, entries: Iterable[Entry]) -> tuple[int, ...]:
         """Note who the siblings are, among all members. Returns their `asleep` words."""
@@ -137,7 +137,7 @@ class Claims:
         return tuple(peer.asleep for peer in self.siblings.values())
 
     def wake_sibling(self, sender: int) -> bool:
-        """Wake one that sleeps, as `sender` would have: there are more messages. Returns whether there was one."""
+        """Wake a sleeping sibling, as `sender` would, since there are more messages. Returns whether one was asleep."""
         words = self._member.control.words
         for peer in self.siblings.values():
             asleep = words[peer.asleep]
@@ -148,15 +148,16 @@ class Claims:
         return False
 
     def has_dead_sibling(self) -> bool:
-        """Whether one has died and is still a member: it may look asleep, as if each message were to wake it."""
+        """Whether a sibling has died and is still in the table of members: it may look asleep, so that each message
+        would wake it."""
         control = self._member.control
         return not all(control.is_alive(peer.index) for peer in self.siblings.values())
 
-    # --- what was claimed and not finished
+    # --- messages that were claimed and not finished
 
     def refuse(self, reader: Any, event: Any) -> None:
-        """A message cannot be read here: do not claim it again for a while, or whenever another receiver tries it, this
-        one would hold it."""
+        """Note that a message cannot be read here: do not claim it again for a while. Otherwise this receiver would
+        hold it whenever another one tries to claim it."""
         self.refused = reader, event, time.monotonic() + LIVENESS_INTERVAL
 
     def is_still_refused(self) -> bool:
@@ -168,10 +169,10 @@ class Claims:
             return False
         return any(seq == other for _, _, other in reader.unfinished())
 
-    # --- what each thread and task has in hand
+    # --- unacknowledged messages of each thread and task
 
     def hand_of_caller(self, hands: Hands) -> Hand:
-        """The hand of the current task, or else of the thread."""
+        """The `Hand` of the current task, or, outside of tasks, of the thread."""
         task = _current_task()
         if task is None:
             return hands.hand
@@ -183,7 +184,7 @@ class Claims:
         return hand
 
     def settle(self, task: asyncio.Task[Any]) -> None:
-        """A task has ended: what it had in hand is done, or given back."""
+        """Handle the end of a task: what it had received is done, or given back."""
         hand = self._of_tasks.get(task)
         if hand is not None:
             failed = task.cancelled() or getattr(task, "_exception", None) is not None  # looking does not retrieve it
@@ -191,7 +192,7 @@ class Claims:
             self._of_tasks.pop(task, None)  # last: what an exception cuts short, `close` does
 
     def forget(self, lease: Any) -> None:
-        """A message was released, or given back, by its user: no hand has it."""
+        """Remove a message that its user has released or given back from its `Hand`."""
         hand = self.hands.hand if self.hands is not None else None
         if (hand is None or not hand.forget(lease)) and len(self._all) > 1:  # another thread, or a task, received it
             for each in self._all.copy():
@@ -200,14 +201,15 @@ class Claims:
                     return
 
     def leave(self) -> None:
-        """The receiver has left: wake all siblings that sleep. One of them may take what it had not finished, or they
-        waited for that alone, since no sender is there any more."""
+        """Wake all sleeping siblings, since the receiver has left: one of them may take what it had not finished. If no
+        sender is left, they may have waited for that alone."""
         while self.wake_sibling(self._member.uid):
             pass
         self._bells.close()
 
     def close(self, *, acknowledge: bool) -> None:
-        """The receiver closes. `acknowledge`: what the caller has in hand is done. All else goes to others."""
+        """Close, with the receiver. `acknowledge`: what the caller has received is done. All other messages go to other
+        receivers."""
         for task in list(self._of_tasks):
             if task.done():
                 self.settle(task)  # its callback has not run yet

@@ -117,7 +117,7 @@ class DeviceReader(BroadcastReader):
                     return PASSED_OVER, seq, str(error)
             except CudaError:
                 if not self._is_there():
-                    continue  # that is why
+                    continue  # the publisher is gone, and its memory with it: the next turn gives up
                 raise
             if found is None or block is None or lease is None:  # not ours: the publisher took it back
                 self.pass_by(seq)

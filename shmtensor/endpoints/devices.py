@@ -1,6 +1,6 @@
 """What endpoints do with CUDA devices: pin their rings, copy messages to a device, and from one into a slot.
 
-The other modules of this folder know CUDA by this one. A message that stays in host memory uses nothing of it.
+The other modules of this folder use CUDA through this one only. Messages that stay in host memory use nothing of it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Devices:
         self._streams: dict[int, Any] = {}
 
     def poll(self) -> int:
-        """How many copies from or to a device are in progress; release what those that are done held."""
+        """Release what completed copies held. Returns how many copies from or to a device are in progress."""
         return 0 if self._pending is None else self._pending.poll()
 
     def finish(self) -> None:

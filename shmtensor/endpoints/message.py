@@ -1,4 +1,4 @@
-"""What `recv` returns."""
+"""`Message`, which `recv` returns."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class SenderInfo(NamedTuple):
     """Who sent a message: `Message.sender`. The same object for all messages of a sender that one receiver gets."""
 
     id: str
-    """16 hexadecimal digits, another one for each `Publisher` and `Producer` that was ever made."""
+    """16 hexadecimal digits, different for each `Publisher` and `Producer` that was ever created."""
     name: str
-    """What the sender passed as `label=`; empty if it did not."""
+    """What the sender passed as `label=`; empty if it passed none."""
     pid: int
-    """Its process's number, in the process's own pid namespace."""
+    """The id of its process, in that process's own pid namespace."""
 
 
 class Message(Local, Received):
@@ -72,8 +72,8 @@ class Message(Local, Received):
     nbytes: int
     """Payload bytes."""
     attempt: int
-    """How often the message was delivered, this time included; above 1 only on a work queue and in a
-    group, after a receiver died with it or gave it back."""
+    """How often the message was delivered, this time included; above 1 only on a work queue and in a group, after a
+    receiver died with it or gave it back."""
     missed: int
     """With `delivery="latest"`: how many messages of this sender were passed over since the one before."""
     _sent_ns: int
@@ -83,7 +83,8 @@ class Message(Local, Received):
 
     @property
     def sent_at(self) -> float:
-        """When it was sent, in seconds, on the scale of `time.time()`; shifted by as much as that clock was set since.
+        """When it was sent, in seconds, on the scale of `time.time()`. If that clock was set since, the value is
+        shifted by as much.
 
         >>> import shmtensor, time
         >>> with shmtensor.Publisher("doc") as pub, shmtensor.Subscriber("doc") as sub:
@@ -106,9 +107,10 @@ class Message(Local, Received):
     def to(self, device: Any, *, non_blocking: bool = False) -> Any:
         """The value with every tensor copied to `device`. Arrays of NumPy stay what they are: views of the slot.
 
-        To a CUDA device (experimental) the copies go on the calling thread's current stream. With `non_blocking` they
-        need not be done on return: work on that stream comes after them, and the slot stays leased until they are done,
-        whatever is released meanwhile. Tensors that share memory share it on the device. docs/guide/cuda.md
+        To a CUDA device (experimental) the copies are queued on the calling thread's current stream. With
+        `non_blocking` this returns before they are done: later work on that stream runs after them, and the slot stays
+        leased until they are done, whatever is released meanwhile. Tensors that share memory share it on the device.
+        docs/guide/cuda.md
 
         With a device that the tensors are on already (`"cpu"`) this is the value itself, not a copy.
 
@@ -157,7 +159,8 @@ class Message(Local, Received):
 
 
 def drop_all(messages: dict[Message, Any]) -> None:
-    """Empty a table of messages that were taken and never returned: their slots are given back, or go to others."""
+    """Empty a table of messages that were taken and never returned: their slots are given back, or other receivers get
+    them."""
     while messages:
         try:
             message, _ = messages.popitem()  # another thread may remove the last one
@@ -178,8 +181,8 @@ def words_of(message: Message) -> tuple[memoryview, int]:
 
 
 def store_attempts(words: memoryview, at: int, seq: int, count: int) -> None:
-    """Of a message of a work queue, while it is claimed: store how many have had it. With one less than its `attempt`,
-    that this receiver had it does not count."""
+    """For a claimed message of a work queue: store how many receivers have had it. One less than its `attempt` means
+    that this receiver does not count."""
     store(words, at + ATTEMPT, seq << 8 | min(count, 255))
     if not count:
         store(words, at + CLAIMED, 0)

@@ -28,12 +28,13 @@ class Publisher(AsyncSender):
             to fit it.
         full: what `send` does when no slot is free: `"block"`, `"grow"` (add a ring; `ResourceError` if
             `/dev/shm` has no room for it), `"drop"` (the new message, counted), `"error"` (raise `RingFull`).
-        history: how many of the newest messages a subscriber that joins later gets first.
-        max_bytes: most memory that all rings together may take; None: as much as `/dev/shm`, or the device, gives.
+        history: how many of the newest messages are kept for subscribers that join later, which get them first.
+        max_bytes: most memory that all rings together may take, an int (bytes) or a string like `"4GiB"`; None: as much
+            as `/dev/shm`, or the device, has.
         device: (experimental) a CUDA device, `"cuda"` or `"cuda:1"`: the messages lie in its memory, and its
             subscribers get CUDA tensors that *are* the slots. See docs/guide/device-memory.md. None: host memory.
-        pin: whether CUDA copies find the rings pinned: `"auto"`, if it can be done, `True`, else it is an error,
-            `False`, never. Nothing is pinned before the first such copy. docs/guide/cuda.md
+        pin: whether rings are pinned for CUDA copies: `"auto"`: if possible; `True`: a copy raises `CudaError` if it is
+            not possible; `False`: never. Nothing is pinned before the first such copy. See docs/guide/cuda.md.
         label: a name for people, such as `"left camera"`: in `Message.sender` and `shmtensor ls`. At most 64 bytes.
 
     >>> import shmtensor, torch
@@ -80,7 +81,8 @@ class Publisher(AsyncSender):
         )
 
     def wait_for_subscribers(self, count: int, *, timeout: float | None = None) -> None:
-        """Wait until at least `count` living subscribers are there; `TimedOut` after `timeout` seconds."""
+        """Wait until at least `count` living subscribers are there; raise `TimedOut` after `timeout` seconds (None:
+        never)."""
         self._wait_for_receivers(count, timeout, "subscribers")
 
 
@@ -90,7 +92,7 @@ class Subscriber(AsyncReceiver):
     Args:
         channel: the channel's name.
         delivery: `"all"`, every message, so that a slow subscriber holds its publishers back; `"latest"`, the newest
-            ones, never holding anybody back (`msg.missed` counts what was passed over).
+            ones, without ever holding a publisher back (`msg.missed` counts those that were skipped).
         depth: with `delivery="latest"`: a queue of the newest `depth` messages of each publisher, in order; older ones
             are dropped. The publisher's ring needs at least `depth` slots, and should have a few more.
         group: the name of a group of subscribers, in any processes, that share the messages: each goes to one of them,
@@ -101,7 +103,7 @@ class Subscriber(AsyncReceiver):
         acknowledge, max_attempts: with `group`, as for `Consumer`: `"next"` and 5 if they are not given.
         until: `"drained"`, the stream ends when every publisher has left, and everything they sent is received;
             `"closed"`, it goes on with the next publisher, and a loop over it ends when this subscriber is closed.
-        spin: seconds that `recv` stays awake before it sleeps: lower latency for CPU time.
+        spin: most seconds that `recv` stays awake before it sleeps: lower latency for CPU time.
         device: (experimental) a CUDA device: values come with their tensors there, copied on a stream of the receiver's
             own and safe to use on the calling thread's current stream. They hold no slot.
         prefetch: with `device`: how many messages are copied ahead. Not with `delivery="latest"`.
@@ -151,5 +153,6 @@ class Subscriber(AsyncReceiver):
         )  # fmt: skip
 
     def wait_for_publishers(self, count: int, *, timeout: float | None = None) -> None:
-        """Wait until at least `count` living publishers are there; `TimedOut` after `timeout` seconds."""
+        """Wait until at least `count` living publishers are there; raise `TimedOut` after `timeout` seconds (None:
+        never)."""
         self._wait_for_members(count, timeout, "publishers", self._count_senders)

@@ -16,9 +16,9 @@ from .devices import Devices
 class Producer(AsyncSender):
     """Sends each message to exactly one consumer of the channel, now or later.
 
-    Without consumers, messages wait in the ring, as long as the channel has a member. If this producer is its last one,
-    unfinished messages end with it, and `close()` says how many: a `ResourceWarning`, and a warning of the logger
-    `shmtensor.endpoints`.
+    Without consumers, messages wait in the ring, as long as the channel has a member. If this producer leaves as the
+    last member, unfinished messages are lost, and `close()` warns how many: by a `ResourceWarning`, and by a warning of
+    the logger `shmtensor.endpoints`.
 
     Args:
         channel: the channel's name, 1 to 64 of `A-Za-z0-9._-`.
@@ -58,12 +58,13 @@ class Producer(AsyncSender):
         )
 
     def wait_for_consumers(self, count: int, *, timeout: float | None = None) -> None:
-        """Wait until at least `count` living consumers are there; `TimedOut` after `timeout` seconds."""
+        """Wait until at least `count` living consumers are there; raise `TimedOut` after `timeout` seconds (None:
+        never)."""
         self._wait_for_receivers(count, timeout, "consumers")
 
 
 class Consumer(AsyncReceiver):
-    """Takes messages off a work queue, each one that no other consumer has.
+    """Takes messages from a work queue; each message goes to one consumer.
 
     A message is done when you say so: by `release()`, by leaving its `with` block without an exception, by asking
     this consumer for the next one (`recv` or iteration), or by `close()`. A message that is not done when its
@@ -75,12 +76,12 @@ class Consumer(AsyncReceiver):
 
     Args:
         channel: the channel's name.
-        acknowledge: `"next"`, as above; `"release"`, asking for the next message says nothing about the one before:
+        acknowledge: `"next"`: as above; `"release"`: asking for the next message does not acknowledge the previous one,
             for consumers that work on several messages at once. In a task of asyncio, use `arecv`: `recv` there asks
             for its thread, and so for all of its tasks.
         max_attempts: a message that was delivered so often (1 to 250) and never done is dropped and logged, so that one
             that kills its consumer cannot kill them all.
-        spin: seconds that `recv` stays awake before it sleeps.
+        spin: most seconds that `recv` stays awake before it sleeps.
         until, label: as for `Subscriber`.
         device, prefetch, pin: as for `Subscriber`. A message that is copied ahead is claimed, and counts as an
             attempt; if this consumer closes or dies before it was handed out, it goes to another.
@@ -110,5 +111,6 @@ class Consumer(AsyncReceiver):
         )  # fmt: skip
 
     def wait_for_producers(self, count: int, *, timeout: float | None = None) -> None:
-        """Wait until at least `count` living producers are there; `TimedOut` after `timeout` seconds."""
+        """Wait until at least `count` living producers are there; raise `TimedOut` after `timeout` seconds (None:
+        never)."""
         self._wait_for_members(count, timeout, "producers", self._count_senders)

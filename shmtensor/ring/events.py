@@ -1,4 +1,4 @@
-"""What a member writes down of its messages while a tracer wants it. The reference of native/trace.c.
+"""The events that a member records about its messages while its channel is traced. The reference for native/trace.c.
 
 A tracer makes one sparse file (`/shmtensor.<channel>,<uid of the tracer>`); each member reserves, maps and writes the
 area of its own index alone:
@@ -63,8 +63,8 @@ def area_at(index: int, size: int) -> int:
 class EventLog:
     """The area of one member, which writes it, and the header, which says how long.
 
-    One event is written at a time, and none is waited for: an event that another thread, or the interrupted call of
-    this one, is just in the way of is skipped and counted.
+    One event is written at a time, and no call waits: if another thread, or an interrupted call of this thread, is just
+    writing one, the event is skipped and counted.
     """
 
     __slots__ = ("_busy", "every", "limits", "member", "pid", "size", "words")

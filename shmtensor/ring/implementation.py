@@ -65,7 +65,7 @@ _REFERENCES: dict[int, type[ReferenceReader]] = {
 
 
 def make_set(readers: list[Any], *, by_age: bool) -> Any:
-    """What takes messages of these readers without the receiver's mutex, docs/internals/core.md; None: nothing does.
+    """The object that takes messages of these readers without the receiver's mutex (docs/internals/core.md), or None.
 
     `by_age`: the oldest message first. Else the readers take turns.
     """

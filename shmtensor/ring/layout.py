@@ -192,7 +192,7 @@ def lease_word(ring: Slots, member: int, slot: int) -> int:
 
 
 class OtherVersion(WireError):
-    """Written by another version of the library: nothing from that sender can be read."""
+    """The data of a sender were written by another version of the library: none of them can be read."""
 
 
 def check_version(what: str, version: int, known: int = VERSION) -> None:

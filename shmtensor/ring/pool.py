@@ -115,7 +115,7 @@ class Pool:
         return sum(ring.nbytes for ring in self.rings)
 
     def make_room(self, nbytes: int) -> None:
-        """Add a ring if a message of `nbytes` fits into no ring, or would fill too much of it."""
+        """Add a ring if a message of `nbytes` fits into no ring, or would take too large a part of it."""
         if self._holds(nbytes, self._sizing.share):
             return
         is_needed = not self._holds(nbytes, 1)
@@ -145,7 +145,7 @@ class Pool:
         return not self.limit(nbytes)
 
     def limit(self, nbytes: int) -> str:
-        """What does not admit another ring, for people; empty: nothing."""
+        """What keeps another ring from being added, as text for errors; empty if nothing does."""
         shape = self.shape(nbytes)
         if self._max_bytes is not None and self.nbytes + _all(shape) > self._max_bytes:
             return f"max_bytes={format_bytes(self._max_bytes)}"
@@ -211,7 +211,7 @@ class Pool:
         while slots > self._fewest and self._max_bytes is not None and self.nbytes + of(slots).nbytes > self._max_bytes:
             slots -= 1
         free, together = free_bytes(), min(_LEAST_TOGETHER, sizing.share)
-        # other senders want a ring, too: no more than a quarter of what is free, or what is together at least
+        # other senders need a ring, too: take at most a quarter of what is free, but have room for `together` slots
         while slots > max(self._fewest, together - 1) and of(slots).nbytes > (free // 4 if slots > together else free):
             slots -= 1
         return of(slots)

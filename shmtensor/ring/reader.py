@@ -1,12 +1,12 @@
 """A receiver's end of one producer: its sequence table, its rings, the position in them, and the leases.
 
 `Reader` is the interface; docs/internals/core.md has it as a table. It is implemented twice: by the reference
-(`ReferenceReader` with `broadcast.py` and `competing.py`), and by the compiled module (`native/reader.c`).
+(`ReferenceReader` here, and its subclasses in `reference.py`), and by the compiled module (`native/reader.c`).
 `implementation.py` chooses.
 
-A lease gives its slot back when the storage of the view that maps it dies: it is a weak reference to the one array that
-every view of a message is made from. NumPy arrays refer to it as their base, a tensor's storage holds it until the
-storage is freed. So it dies with the last view, and the weak reference's callback runs at once.
+A lease is a weak reference to the one array that every view of a message is made from: NumPy arrays refer to that array
+as their base, a tensor's storage holds it until the storage is freed. So the array dies with the last view, and the
+weak reference's callback gives the slot back at once.
 """
 
 from __future__ import annotations
@@ -265,8 +265,8 @@ class Reader(ABC):
         return max(1, published + 1 - self.sequences.history) if start is None else start
 
     def _is_finished(self, ring: Ring, slot: int, seq: int) -> bool:
-        """Whether nobody needs to do anything with a message: it is done. In a group, the one that had it lives as well
-        until its views die; else another member gives the slot back."""
+        """Whether no receiver needs to do anything with a message: it is done. In a group, the member that had it must
+        also be alive until its views die; if it is dead, another member gives the slot back."""
         if self.reception.mode == COMPETING:
             return ring.words[state_word(ring, slot) + DONE] == seq
         word = ring.words[self.group_word(ring, slot)]
@@ -318,7 +318,8 @@ class Reader(ABC):
             self._waker.wake(asleep)
 
     def forget_emptied(self) -> None:
-        """Drop `emptied`: no one waits for the end of the leases any more. Else reader and receiver keep each other."""
+        """Drop `emptied` when no caller waits for the end of the leases any more; otherwise reader and receiver would
+        keep each other alive."""
         self.emptied = _do_nothing
 
     @abstractmethod
@@ -336,7 +337,7 @@ class Reader(ABC):
 
 
 def _do_nothing() -> None:
-    """The value of `emptied` while no one waits for the end of the leases."""
+    """Do nothing: the value of `emptied` while no caller waits for the end of the leases."""
 
 
 # --- the reference

@@ -82,7 +82,7 @@ class BroadcastReader(ReferenceReader):
                 self.position, self.taking = seq, None
                 return PASSED_OVER, seq, str(error)  # the array dies here, and the slot is given back
             except DependencyError as error:
-                value, meta = None, DependencyError(str(error))  # the frames of that one refer to the array
+                value, meta = None, DependencyError(str(error))  # a new error: the frames of `error` refer to the array
             message = reception.message(
                 value, meta, seq, self.sender, found.sent_ns, found.nbytes, 1, missed, array, lease, receiver
             )
@@ -473,7 +473,8 @@ class CompetingReader(ReferenceReader):
 
 
 class GroupReader(CompetingReader):
-    """Of a fan-out, each message goes to the member of the group that locks its byte first: protocols.md, section 13.
+    """Reads a fan-out for a group: each message goes to the member that locks its byte first (protocols.md, section
+    13).
 
     Until the publisher has stored the group's `start`, messages (of `history=`) are taken under a shared lock, too.
     """
@@ -496,7 +497,7 @@ class GroupReader(CompetingReader):
 
     def may_claim(self, ring: Ring, slot: int, seq: int) -> bool:
         state = self.state(ring, slot, seq)
-        if state is State.DONE:  # who had it has died with a view: nobody else frees the slot
+        if state is State.DONE:  # the member that had it has died with a view: no other process frees the slot
             self.store_released(ring, slot, seq)
             self.wake_sender()
         return state in _UNDONE

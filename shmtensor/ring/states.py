@@ -1,8 +1,8 @@
 """The life cycle of a slot, as data: its states, the legal changes between them, and what its words say of them.
 
-Each transition names the process that makes it and the store (or lock) that makes it visible. Three things hold to
-these tables: the reference reads the words of a slot by them, the models in `tests/models` and the reference's own
-stores are checked to make no other change, and a test compares `docs/internals/slots.md` with them.
+Each transition names the process that makes it and the store (or lock) that makes it visible. These tables are used in
+three ways: the reference reads the words of a slot by them, tests check that the models in `tests/models` and the
+reference's own stores make no other change, and a test compares `docs/internals/slots.md` with them.
 """
 
 from __future__ import annotations

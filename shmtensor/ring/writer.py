@@ -116,13 +116,13 @@ class Writer:
         self._events = log
 
     def seek(self) -> None:
-        """The endpoint begins to look for slots for a message. Only the trace wants to know.
+        """Note, for the trace, that the endpoint begins to look for slots for a message.
 
-        The compiled one does nothing for a message for which its `send` has begun that."""
+        The compiled writer does nothing if its `send` has already noted that for the message."""
         self._begun = time.monotonic_ns()
 
     def _note_search(self, has_found: bool) -> None:
-        """Slots were looked for."""
+        """Note, for the trace, the end of a search for slots."""
         if not self._begun:  # a loan's
             self._begun = time.monotonic_ns()
         if not has_found:
@@ -202,8 +202,8 @@ class Writer:
         return self._search(nbytes, least, most, look=True) is not None
 
     def _search(self, nbytes: int, least: int, most: int, *, look: bool) -> SlotRange | None:
-        """Of several rings, most may be full: all slots are looked at only where the first that are tried are busy, in
-        the ring that fits best and in one as good that was used last."""
+        """Search the rings for consecutive free slots. Most of several rings may be full: all slots are checked only if
+        the first ones are busy in the ring that fits best, and in an equally good ring that was used last."""
         rings = self._fitting(nbytes, least, most)
         tries = [(ring, sys.maxsize) for ring in rings]
         if len(rings) > 1:
