@@ -1,8 +1,8 @@
-"""The one clean-up: the files of a member, of a channel, or of all the user's channels.
+"""The only clean-up code: it removes the files of a member, of a channel, or of all channels of the user.
 
-`close`, a peer that notices a crash, the next join and `shmtensor gc` all use it. Everything is decided under the
-control lock, from life locks. Files are removed before the entry that lists them, so that the next clean-up repeats
-what a death interrupts.
+`close`, a peer that notices a crash, the next join and `shmtensor gc` all use it. All decisions are made under the
+control lock, by the members' life locks. Files are removed before the entry that lists them, so that the next clean-up
+repeats what a death interrupts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _FRESH_NS = 5_000_000_000
 def unlink_member(channel: str, uid: int, directory: str) -> bool:
     """Remove every name that a member may own: inbox, semaphore, rings, sequence table.
 
-    Returns False if a segment server cannot do so now: names are left, and so the member's entry is to stay.
+    Returns False if a segment server cannot do so now: names are left, so the member's entry must stay.
     """
     with contextlib.suppress(OSError):
         os.unlink(socket_path(directory, uid))
@@ -93,8 +93,8 @@ def _reap_one(control: Control, index: int, uid: int, directory: str) -> list[in
 def reap(control: Control, directory: str, me: Member | None) -> list[int]:
     """Under the lock: remove every dead member but those whose messages a living member still needs.
 
-    Returns the uids of those that it removed. `me` is the caller: the kernel cannot be asked about one's own locks.
-    It does not wait for a segment server: what takes one is left to the next liveness check.
+    Returns the uids of the removed members. `me` is the caller: the kernel does not report a process's own locks. It
+    does not wait for a segment server: what needs one is left to the next liveness check.
     """
     removed = []
     with placement.at_once():
@@ -112,7 +112,8 @@ def _own(me: Member | None) -> tuple[int, ...]:
 
 
 def end_groups(control: Control, me: Member | None) -> None:
-    """Under the lock: a group of which nobody takes messages any more is leaving, for as long as views of them live."""
+    """Under the lock: mark groups as leaving whose members take no more messages; their entries stay while views
+    live."""
     members, own = list(control.members()), _own(me)
     for group in members:
         if group.role == ctl.GROUP and not group.leaving:
@@ -234,7 +235,7 @@ class Leftover(NamedTuple):
 
 
 def channels() -> list[str]:
-    """Every channel that has files in `/dev/shm`, of any user."""
+    """The names of all channels that have files in `/dev/shm`, of any user."""
     found: dict[str, None] = {}
     for name, info in shm.scan():
         parsed = parse_file(name)
@@ -253,7 +254,7 @@ def _names() -> dict[str, dict[str, int]]:
 
 
 def _mine(channel: str, names: Iterable[str]) -> list[Leftover]:
-    """Those that are this user's. Other users' files, and what is no regular file, are skipped."""
+    """The regular files among `names` that belong to this user."""
     return [
         Leftover(channel, shm.path_of(name), info.st_size, name)
         for name, info in shm.statuses(names).items()
@@ -377,7 +378,7 @@ def _sweep(
         if segment.nbytes != Control.nbytes() or segment.read(0, 1)[0] not in (0, ctl.MAGIC):
             return []  # another version's or another program's: left alone
         if segment.is_sparse():
-            return []  # not ours either: ours have every page reserved, and touching a missing one may kill (SIGBUS)
+            return []  # not ours: in ours every page is reserved; touching a missing page may kill the process (SIGBUS)
         control = Control(channel, segment, locks)
     if control is not None and control.is_ready:
         try:
@@ -433,8 +434,9 @@ def sweep_all(
     """Sweep every channel of this user, then the inboxes that no member owns. A channel that fails is skipped.
 
     Waits up to `patience` seconds for the lock of each in which somebody has died: the others are only looked at.
-    `most_closed`: of channels without such deaths where senders have closed and left messages, only so many are swept,
-    at random. Their receivers do so when they have taken these; and asking what they still need costs a join much.
+    `most_closed`: how many of the channels without deaths, in which senders have closed and left messages, are swept;
+    they are chosen at random. Their receivers clean up when they have taken these messages, and finding out what they
+    still need would make joins slow.
     """
     gone: list[Leftover] = []
     todo: list[str] = []
@@ -514,7 +516,7 @@ _PREFIXES: Final = (PREFIX[1:], f"sem.{PREFIX[1:]}")
 
 @dataclass(frozen=True)
 class Foreign:
-    """Something under one of the library's names that is not the library's. It is skipped, and does no harm."""
+    """A file under one of the library's names that the library did not make. It is skipped, and does no harm."""
 
     path: str
     """Characters that cannot be printed are written as escapes."""
@@ -524,7 +526,8 @@ class Foreign:
 
 
 def foreign(directory: str | None = None) -> list[Foreign]:
-    """What lies in a socket directory, or in `/dev/shm` under names like the library's, but is not the library's."""
+    """The files in a socket directory, and those in `/dev/shm` with names like the library's, that the library did not
+    make."""
     found = []
     for name in sorted(shm.listing()):
         if name.startswith(_PREFIXES):

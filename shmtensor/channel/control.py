@@ -25,10 +25,10 @@ all of its members share its life lock. Its words are written by the holder of b
 The control lock is byte 0 of the segment. A signal handler or a finalizer may need it in a thread that holds it
 already: the last view of a closed receiver may die anywhere, and a signal handler may close an endpoint anywhere, also
 in a thread that holds a control lock at that moment. Waiting for the lock would be a deadlock. A departure returns
-nothing, so it is put off until the thread holds no lock; everything else is refused at once. Other threads just wait.
+nothing, so it is deferred until the thread holds no lock; all other calls raise `ReentrantError`. Other threads wait.
 
-An exception of a signal handler may come between any two calls, also at the entry of a function that undoes something.
-So an `except` clause undoes it once more: doing it twice changes nothing.
+An exception of a signal handler may arrive between any two calls, also at the entry of a function that undoes a step.
+So each `except` clause undoes the step once more; doing it twice changes nothing.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def label_of(raw: bytes) -> str:
 
 
 class Counters:
-    """What a member counts and the rings do not tell. Kept here, and shown to other processes in its entry."""
+    """The counters of a member that cannot be derived from the rings. Kept here, and shown to other processes in the
+    member's entry."""
 
     __slots__ = ("_at", "_values", "_words")
 
@@ -241,7 +242,7 @@ class Control:
                     yield entry
 
     def label(self, entry: Entry) -> str:
-        """What the member calls itself; empty if it does not, or has left meanwhile."""
+        """The member's label; empty if it has none, or has left meanwhile."""
         at = _HEADER + entry.index * _ENTRY + _LABEL
         raw = bytes(self._view[at : at + LABEL_MAX])
         acquire_fence()
@@ -272,7 +273,7 @@ class Control:
         return (uid for index in range(self.capacity) if (uid := self.owner(index)))
 
     def is_alive(self, index: int) -> bool:
-        """Ask the kernel whether the member's life lock is held. Not valid for one's own index."""
+        """Whether the member's life lock is held, according to the kernel. Not valid for the caller's own index."""
         return self.locks.held_by_other(LIFE + index)
 
     def anybody_alive(self) -> bool:

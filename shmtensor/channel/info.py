@@ -44,7 +44,7 @@ class MemberInfo:
     index: int
     """Its row in the channel's table of members; reused by later members."""
     uid: int
-    """Its number, which no other member has; `f"{uid:016x}"` is the `id` of a `SenderInfo`."""
+    """Its unique number; `f"{uid:016x}"` is the `id` of a `SenderInfo`."""
     role: str
     """`"sender"` (`Publisher`, `Producer`, `Client`), `"receiver"` (`Subscriber`, `Consumer`, `Server`), or `"tracer"`
     (`shmtensor trace`)."""
@@ -79,7 +79,7 @@ class MemberInfo:
     oldest_unread: float = 0.0
     """How long the oldest of these has waited, seconds; 0 if there is none."""
     label: str = ""
-    """What it calls itself: `label=` of its constructor."""
+    """Its label: `label=` of its constructor."""
     group: str = ""
     """Of a subscriber: the group that it is in; `""`: in none."""
     waits: int = 0
@@ -96,22 +96,23 @@ class MemberInfo:
     """Of a consumer, a server or a member of a group: messages that it got after another, or itself, had them and did
     not finish them."""
     stopped: bool = False
-    """Whether its process is stopped, by SIGSTOP or a debugger: it takes nothing, and what it holds stays held."""
+    """Whether its process is stopped, by SIGSTOP or a debugger: it takes no messages, and keeps what it holds."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A member that still needs a message. `uid`, and perhaps `pid`, are 0 if only a lock shows that there is one."""
+    """A member that still needs a message. `uid`, and perhaps `pid`, are 0 if only a lock shows that the member
+    exists."""
 
     uid: int
     """The member."""
     pid: int
     """Its process, as `MemberInfo.pid`."""
     how: str
-    """`"leased"`: it has views; `"unread"`: it will read it; `"claimed"`: it works on it; `"done"`: it is finished, and
-    has views."""
+    """`"leased"`: the member has views of the message; `"unread"`: it has not received it; `"claimed"`: it works on it;
+    `"done"`: it has finished it, and has views."""
     alive: bool
-    """Whether it lives: what the dead hold is freed when the sender needs it."""
+    """Whether it lives. What a dead member holds is freed when the sender needs it."""
     group: str = ""
     """The group of a fan-out that the message waits for, if none of its members has it: `uid` is 0 then, and `how` is
     `"waiting"` or `"abandoned"`."""
@@ -126,7 +127,7 @@ class Holding:
     pid: int
     """Its process, as `MemberInfo.pid`."""
     alive: bool
-    """Whether the member lives: what the dead hold is freed when the sender needs it."""
+    """Whether the member lives. What a dead member holds is freed when the sender needs it."""
     how: str
     """As in `Holder`; without a member `"waiting"` (for any consumer, or one of a group), `"abandoned"` (its receiver
     died or gave it back: for another), `"history"` (kept for subscribers to come)."""
@@ -137,8 +138,8 @@ class Holding:
     oldest: float
     """Seconds since the oldest of them was sent."""
     held: float = 0.0
-    """Leased, claimed or done: seconds for which one of them has been held, at least. Nobody writes down when a message
-    is taken, so this is since the first look that saw it: 0 in a single one (`inspect`)."""
+    """Leased, claimed or done: seconds for which one of them has been held, at least. Members do not record when they
+    take a message, so this counts from the first reading that saw it: it is 0 in a single call of `inspect`."""
     group: str = ""
     """As in `Holder`."""
 
@@ -179,7 +180,7 @@ class ChannelInfo:
     kind: str
     """`"fan-out"`, `"work queue"`, `"service"`, or `"unknown"` if it could not be read."""
     service: str
-    """A service's own name; of the channel of the replies to one client, the name of their service; else `""`."""
+    """For a service, its name; for a channel of replies to one client, the name of the service; else `""`."""
     owner: int
     """User id of its files; -1 if they are gone."""
     nbytes: int
@@ -198,7 +199,7 @@ class ChannelInfo:
     """Messages that wait: fan-out: of the living receiver, or group, that is furthest behind; else: those that no
     consumer has."""
     oldest_unread: float
-    """How long the oldest message waits that a receiver has not taken, seconds; 0 if there is none."""
+    """Seconds for which the oldest message that a receiver has not taken has waited; 0 if there is none."""
     notes: tuple[str, ...]
     """What could not be read, and why."""
     readable: bool = True

@@ -61,10 +61,10 @@ def inspect(channel: None = None, *, messages: bool = False) -> list[ChannelInfo
 
 
 def inspect(channel: str | None = None, *, messages: bool = False) -> ChannelInfo | list[ChannelInfo] | None:
-    """Look at the channels of this machine from outside: for health checks and exporters.
+    """Read the state of channels of this machine from outside, for health checks and exporters.
 
-    Only looks: it joins no channel, wakes and holds up no member, writes nothing and cleans nothing up. It reads what
-    the members have written to shared memory anyway, so they need not cooperate, and may be stopped or dead.
+    It joins no channel, wakes and delays no member, writes nothing and cleans nothing up. It reads what the members
+    have written to shared memory, so they need not cooperate, and may be stopped or dead.
 
         >>> import numpy as np, shmtensor
         >>> with shmtensor.Publisher("camera") as pub, shmtensor.Subscriber("camera") as sub:
@@ -148,7 +148,7 @@ def _files_of(channel: str) -> list[str]:
 
 @dataclass(eq=False)
 class _Members:
-    """What the control segment says of the members."""
+    """What the control segment says about the members."""
 
     peers: Peers
     locked: bool
@@ -175,7 +175,7 @@ class _Whole:
 
 
 class _MemberReader:
-    """What reads the members. It does not refer to the look that has it, or descriptors would stay until a garbage
+    """Reads the members. It does not refer to its `_Look`, since descriptors would then stay open until a garbage
     collection."""
 
     def __init__(self, channel: str, processes: Processes) -> None:
@@ -229,9 +229,9 @@ class _MemberReader:
 class _Look:
     """One channel, and what was found of it: everything but ages, and whether processes are stopped.
 
-    It is found in parts: the members; what each sender has sent; and both together. A part is found anew only if what
-    it follows from has changed. That is what was read for it, see `Kept`, and other parts; besides, `processes`, which
-    names the process of a member once.
+    It has parts: the members; what each sender has sent; and both together. A part is computed anew only if its inputs
+    have changed: what was read for it (see `Kept`), and other parts. `processes` looks up the process of a member only
+    once.
     """
 
     def __init__(self, channel: str, processes: Processes, messages: bool) -> None:

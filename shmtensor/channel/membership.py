@@ -1,7 +1,8 @@
 """Joining and leaving a channel, and a member's end of a trace.
 
-A tracer joins the channel as a member (observe/trace.py). So the members read the table again, as for any newcomer, and
-find it there; as a dead member's, its file and its entry are removed by whoever sweeps next, and they find that, too.
+A tracer joins the channel as a member (observe/trace.py). So the members read the table again, as for any new member,
+and find it there. If it dies, the next sweep removes its file and its entry, and the members notice that in the same
+way.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def check_platform() -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """As what an endpoint joins a channel: see the table in `control.py`."""
+    """The role and the properties with which an endpoint joins a channel: see the table in `control.py`."""
 
     role: int
     flags: int = 0
@@ -318,7 +319,7 @@ def _show(control: Control, index: int, uid: int, part: Part, *, pid: int, group
 
 
 class Tracing:
-    """What one member knows of the tracer of its channel."""
+    """One member's state about the tracer of its channel."""
 
     __slots__ = ("_log", "_tracer")
 

@@ -60,7 +60,7 @@ def semaphore_name(channel: str, uid: int, number: int) -> str:
 
 
 def reply_channel(service: str, uid: int) -> str:
-    """The channel of the replies to one client of a service: its own, of which it is the only subscriber."""
+    """The name of the channel of the replies to one client of a service. The client is its only subscriber."""
     return f"{service}.{uid:016x}"
 
 

@@ -1,4 +1,4 @@
-"""What `/proc` says about the processes of members: which of them holds a lock, its pid here, its name."""
+"""Finds the processes of members in `/proc`: which process holds a lock, its pid in this namespace, its name."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _state_of(pid: int) -> str:
 
 
 def name_of(pid: int) -> str:
-    """What people call a process: its program, of a Python program its script or module; empty if it is gone.
+    """The name of a process for people: its program, or the script or module of a Python program; empty if it is gone.
 
     `python -c`, as multiprocessing and worker pools start their workers, is called what the Python program is called
     that started it. So a worker has the same name by each start method.

@@ -1,4 +1,4 @@
-"""What a sender of a channel has sent, as it is seen from outside: the messages in its rings, and who has which."""
+"""The messages in the rings of a channel's senders, and who holds which, as seen by a process that is not a member."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class _Messages:
 
     @classmethod
     def read(cls, shape: lay.RingShape, source: Source, published: int) -> _Messages | None:
-        """All; None if there is none."""
+        """Read all of them; None if there are none."""
         records = np.empty((shape.slots, _HEAD), np.uint64)
         for start in range(0, shape.slots, _CHUNK):
             count = min(_CHUNK, shape.slots - start)
@@ -463,7 +463,7 @@ class _Ring:
         return used, total
 
     def _add_all(self) -> tuple[int, int]:
-        """The same of any messages."""
+        """As `_add_few`, for any number and kind of messages."""
         sender = self.sender
         found = _Messages.read(self.shape, self.source, sender.published)
         if found is None:

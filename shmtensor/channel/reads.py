@@ -65,12 +65,12 @@ the answer. It is a function in C: one of Python would cost as much as what it a
 
 
 class Reads:
-    """What one function has read of the segments of a channel, in order: each question, and the answer.
+    """What one function has read from the segments of a channel, in order: each question, and the answer.
 
-    What such a function finds follows from what it is given and from the answers, and they alone say what it asks
-    next. So if each question, asked again in the same order, is answered as before, it would find the same. Nothing is
-    concluded from what a word means or from who writes it; locks are asked about each time, too. And up to the first
-    answer that differs, it asks the same again: it goes on from there.
+    The result of such a function, and the questions that it asks, depend only on its arguments and on the answers. So
+    if each question, asked again in the same order, has the same answer as before, the result would be the same. This
+    assumes nothing about the meaning of a word, or about its writer; locks are asked about each time, too. If an answer
+    differs, the questions before it would be the same: the function goes on from that answer.
     """
 
     def __init__(
@@ -115,12 +115,13 @@ class Reads:
         return read[4]
 
     def drop(self) -> None:
-        """Keep nothing: there is much, or what was found follows from more than that."""
+        """Keep nothing: there was too much, or the result depends on more than these answers."""
         self._are_kept = False
         self._read.clear()
 
     def again(self, segments: Segments) -> Reads | None:
-        """Ask all again. None: the answers are the same; else those so far, from which the function goes on."""
+        """Ask all questions again. None if the answers are the same; else the answers up to the first difference, from
+        which the function goes on."""
         if not self._are_kept:
             return Reads(segments, self._closed)
         opened: list[Glance] = []
@@ -152,7 +153,7 @@ class Reads:
 
 
 class Kept(Generic[_T]):
-    """What a function has found by reading segments.
+    """The result of a function that reads segments, and what it has read.
 
     The function is called again if it is given something else, or if anything that it has read has changed since.
     """
@@ -163,7 +164,7 @@ class Kept(Generic[_T]):
         self._last: tuple[tuple[Any, ...], Reads, _T] | None = None
 
     def found(self, segments: Segments, *given: Any) -> _T:
-        """What the function finds now; the same object, if it would find the same."""
+        """The current result of the function; the same object if nothing has changed."""
         reads: Reads | None = None
         if self._last is not None and self._last[0] == given:
             reads = self._last[1].again(segments)

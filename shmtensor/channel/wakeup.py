@@ -38,7 +38,7 @@ _context_pid = 0
 
 
 class Notified(Protocol):
-    """A receiver that is notified."""
+    """A receiver's state for notifications."""
 
     uid: int
     connection: Push | None
@@ -48,8 +48,9 @@ class Notified(Protocol):
 class Doorbells:
     """Connections to the inboxes of receivers, opened when one is first notified.
 
-    A single receiver is notified by this thread, which wakes it soonest. If several are, each thread that wakes up may
-    take the core of the thread that wakes it: so another thread does that, the compiled module's, or else ZeroMQ's.
+    A single receiver is notified by the calling thread, which is fastest. With several, each receiver that wakes up may
+    take the core of the thread that wakes it: so another thread notifies them, that of the compiled module, or else
+    ZeroMQ's.
     """
 
     __slots__ = ("_connections", "_directory", "_sockets")
@@ -60,7 +61,8 @@ class Doorbells:
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
 
     def notify(self, uid: int, bell: bytes) -> Push | None:
-        """Send a doorbell; a full inbox wakes its receiver anyway. Returns the connection, None if there can be none.
+        """Send a doorbell; if the inbox is full, its receiver wakes anyway. Returns the connection, or None if it
+        cannot be opened.
 
         If it cannot be sent, the receiver wakes at its next liveness check: the message is published already.
         """
@@ -191,7 +193,8 @@ class Inbox:
             raise
 
     def can_accept(self) -> bool:
-        """Whether senders can connect now. Else the receiver sleeps for short times, without announcing it to them."""
+        """Whether senders can connect now. If not, the receiver sleeps only briefly, and does not mark itself as
+        asleep."""
         if not self._paused_until:
             return True
         if time.monotonic() < self._paused_until:

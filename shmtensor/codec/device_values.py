@@ -55,7 +55,7 @@ class ResidentEncoded(Encoded):
                     waits = _copy(used, payload, leaf, entry) or waits
         # crash: device.queued
         event = slots.written(slot, stream)
-        if waits:  # the caller may change what lies in host memory as soon as this returns
+        if waits:  # the caller may change host memory as soon as this returns
             used.wait(event)
 
 

@@ -9,7 +9,7 @@ Leaves that overlap in memory (the same tensor twice, views of one storage) lie 
                        |-- weight[2:].T --|
     payload   |64   |16: group .................|64: next leaf
 
-If that run has more than twice the bytes that the leaves have, each is sent by itself, as any leaf with gaps is: two
+If that run has more than twice the bytes of the leaves, each leaf is sent by itself, as any leaf with gaps is: two
 columns of a matrix are no reason to send all of it. Equal views share one copy in any case.
 """
 
@@ -410,7 +410,7 @@ def parts_of(value: Any) -> Parts:
 
 
 def _remedy(value: Any) -> str:
-    """What to send in place of an object; empty if that depends on what it is."""
+    """What to send in place of an object, as text for the error; empty if there is no general advice."""
     if isinstance(value, complex):
         return "send numpy.complex128(number)"
     if isinstance(value, (set, frozenset)):

@@ -1,7 +1,8 @@
 """Choose `encode` and `decode`: the compiled ones, or the reference if nothing was compiled.
 
-The compiled ones get here, once, the dtype table, the reference, and the Python functions for a leaf of a type that
-they do not know. They read torch's tensors themselves once the program has imported torch and a first tensor was met.
+This module gives the compiled ones, once, the dtype table, the reference, and the Python functions for leaves of types
+that they do not know. They read torch's tensors themselves as soon as the program has imported torch and they have met
+a first tensor.
 """
 
 from __future__ import annotations

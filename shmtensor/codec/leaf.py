@@ -28,7 +28,7 @@ class Refused(Exception):
 
 
 class Leaf:
-    """One tensor or array to send.
+    """One tensor or array that is to be sent.
 
     dtype:       row of the table; None: see `description`
     torch:       torch tensor, else NumPy array

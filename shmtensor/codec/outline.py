@@ -47,17 +47,17 @@ class Parts:
 
 @dataclass
 class Scalar:
-    """A NumPy scalar. What it holds lies in the payload, which an outline does not read."""
+    """A NumPy scalar. Its value lies in the payload, which an outline does not read."""
 
     leaf: Leaf
     dtype: AnyDType
     offset: int
-    """Of its bytes in the payload."""
+    """The offset of its bytes in the payload."""
     value: Any = None
-    """None: not known."""
+    """The value; None if it is not known."""
 
     def hold(self, data: bytes) -> None:
-        """Take the value from its bytes."""
+        """Set the value from its bytes."""
         self.value = np.frombuffer(data, self.dtype)[0]
 
     def __str__(self) -> str:
@@ -161,8 +161,8 @@ def _joined(texts: Iterable[str], count: int) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """An outline of types that JSON has; what JSON cannot say is text. A dict with keys that are no texts is a list of
-    pairs."""
+    """An outline in JSON types; what JSON cannot express is text. A dict with keys that are not all strings is a list
+    of pairs."""
     if isinstance(value, (list, tuple)):
         return [as_json(each) for each in value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Messages as they are: the value is the payload, the meta is the description. For a relay.
+"""Messages without encoding and decoding, for relays: the value is the payload, the meta is the description.
 
 `encode` and `decode` are used as those of `implementation.py`, and `codec` is the compiled one, or None: a sender or a
 receiver that uses these publishes and takes any message without making its value.
@@ -66,7 +66,7 @@ _sizes: dict[bytes, int] = {}
 def check(description: bytes, nbytes: int) -> None:
     """Check a description as `decode` does, without a payload of that many bytes. Raises `WireError`.
 
-    What only the package that makes a value can check, such as the parts of a sparse tensor, is left to its receiver.
+    What only torch can check, such as the parts of a sparse tensor, is left to the receiver.
     """
     needed = _sizes.get(description)
     if needed is None:

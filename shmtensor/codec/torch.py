@@ -207,7 +207,7 @@ _silence_lock = threading.Lock()
 
 
 def silence(kind: str) -> None:
-    """Make torch issue its once-per-process warning about a kind of tensor here, where it is suppressed.
+    """Make torch issue its once-per-process warning about a kind of tensor now, while warnings are suppressed.
 
     Warning filters belong to the whole process, so they are changed once per kind and not once per message.
     """

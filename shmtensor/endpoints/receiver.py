@@ -65,7 +65,7 @@ class Receiver(Endpoint):
     _when_given_up: Callable[[], object] = bool
     """Called when a message was delivered too often, and dropped."""
     _direct: Any = None
-    """What takes messages without the mutex: `make_set`. None: nothing does, for now or for ever."""
+    """The object that takes messages without the mutex (`make_set`), or None."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Receiver(Endpoint):
         # mode, depth: of its readers, see `Reception`; claims: if it shares its messages with others
         label = check_label(label)
         check_choice("until", until, ("drained", "closed"))
-        self._waits_for_more = until == "closed"  # the end of all senders is no end of the stream: others may come
+        self._waits_for_more = until == "closed"  # the stream does not end with its senders: others may come
         self._mode, self._depth, self._claims = mode, depth, claims
         self._hands = None if claims is None else claims.hands
         self._devices = Devices(self, pin)
@@ -243,16 +243,16 @@ class Receiver(Endpoint):
             raise
 
     def _ends_iteration(self) -> bool:
-        """Whether a `ClosedError` ends a loop over this receiver: with `until="closed"`, nothing else does."""
+        """Whether a `ClosedError` ends a loop over this receiver, as it does with `until="closed"`."""
         return self._waits_for_more and self._state != FORKED
 
     def _share(self) -> None:
-        """`Reader.recv` took a message, more are there, and another receiver sleeps that shares them: wake it."""
+        """Wake a sleeping receiver that shares the messages: `Reader.recv` took one, and more are there."""
         if (direct := self._direct) is not None and self._try_run(lambda: self._state or self._pass_on()) is not BUSY:
             direct.more = False  # BUSY: another thread of this receiver is taking more
 
     def _pass_on(self) -> bool:
-        """Have another receiver take the messages that are there, if it sleeps. Whether one was woken."""
+        """Wake a sleeping receiver that shares the messages that are there. Returns whether there was one."""
         return self._claims is not None and self._has_more() and self._claims.wake_sibling(self._member.uid)
 
     def _has_more(self) -> bool:
@@ -396,7 +396,7 @@ class Receiver(Endpoint):
         return self._poll(patience)
 
     def _last_attempt(self, timeout: float | None) -> Message:
-        """The time is up: poll once more, after a liveness check if one is due, since a caller may never sleep."""
+        """Poll once more when the time is up, after a liveness check if one is due: a caller may never sleep."""
         if time.monotonic() >= self._liveness_check_due:
             self._check_liveness()
         if (message := self._poll()) is not None:
@@ -483,7 +483,7 @@ class Receiver(Endpoint):
         self._turn = self._turns.get(head, self._turn)
 
     def _check_liveness(self) -> None:
-        """Find out which senders died, since they cannot announce it, and release what they left."""
+        """Find dead senders, which cannot announce their death, and release what they left."""
         self._liveness_check_due = time.monotonic() + LIVENESS_INTERVAL
         if self._claims is not None:
             self._claims.scan_wanted = True
@@ -498,7 +498,7 @@ class Receiver(Endpoint):
         if self._retired or (self._claims is not None and self._claims.has_dead_sibling()):
             self._member.reap()  # those read to the end: another receiver may have died before finishing with them
 
-    # --- giving back
+    # --- giving messages back
 
     def _acknowledge(self, lease: Any) -> None:
         """Called by `release()` of a message."""
@@ -531,7 +531,7 @@ class Receiver(Endpoint):
             reader.end_dead()
 
     def _lease_emptied(self) -> None:
-        """Called when the last lease of a reader ends after close, in any thread: leave if it was the last of all."""
+        """Leave if all leases have ended. Called after close, in any thread, when the last lease of a reader ends."""
         if self._state == LEAVING and not self._leases():
             self._closing = self._lease_emptied  # a thread that is inside a call sees to it when that ends
             self._try_run(self._depart)
@@ -546,7 +546,7 @@ class Receiver(Endpoint):
         lingering.discard(self)
 
     def _depart_if_last(self) -> None:
-        """At exit: the last member leaves, since its views end with the process."""
+        """Leave at exit if this is the last member, since its views end with the process."""
         if self._state == LEAVING and not self._member.control.anybody_alive():
             self._depart()
 
@@ -629,7 +629,7 @@ class Receiver(Endpoint):
         log.error("channel %s: cannot attach to producer %016x: %s", self.name, uid, why)
 
     def _disown(self, reader: Reader, why: str) -> None:
-        """Detach a sender whose first message turns out to be of another version.
+        """Detach a sender whose first message is of another version.
 
         Its messages are not taken: on a work queue, other consumers may be able to read them.
         """
@@ -653,7 +653,7 @@ class Receiver(Endpoint):
         return [ring for reader in (*self._readers, *self._retired) for ring in reader.rings]
 
     def _reception(self) -> Reception:
-        """What a reader needs to know of this receiver."""
+        """What readers need to know about this receiver."""
         member = self._member
         return Reception(
             mode=self._mode, decode=decode, codec=codec, message=Message, counts=self._counts,
@@ -779,7 +779,7 @@ class Receiver(Endpoint):
             self._run(self._depart)
 
     def statistics(self) -> ReceiverStatistics:
-        """Counters since this receiver was made."""
+        """A frozen snapshot of this receiver's counters since it was created."""
         if self._state == FORKED:
             self._refuse()
         self._read_doorbell()

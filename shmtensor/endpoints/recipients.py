@@ -1,7 +1,7 @@
-"""The receivers of one sender: who gets what it publishes, who is woken, and what a death means.
+"""The receivers of one sender: which of them get its messages, waking them, and handling their deaths.
 
-A sender has one of these: `Subscribers`, if every receiver gets every message, or `Consumers`, if one of them does.
-They are used under the sender's mutex.
+A sender has one object of these: `Subscribers` if every receiver gets every message, `Consumers` if one of them does.
+It is used under the sender's mutex.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Peer:
 
 
 class Recipients(ABC):
-    """What the recipients of a publisher and of a producer have in common.
+    """Base of the recipients of a publisher and of a producer.
 
     Args:
         member, sequences, writer, tracing: the sender's.
@@ -77,7 +77,7 @@ class Recipients(ABC):
         self.local: frozenset[int] = frozenset()
         """The endpoints of this process, once it ends: a publisher does not wait for these."""
 
-    # --- who they are
+    # --- the table of members
 
     @property
     def is_stale(self) -> bool:
@@ -90,7 +90,7 @@ class Recipients(ABC):
             self.refresh()
 
     def refresh(self) -> None:
-        """Read the table of members: who gets what is sent from now on."""
+        """Read the table of members, which decides who gets the messages that are sent from now on."""
         control = self._member.control
         epoch = self._words[ctl.W_EPOCH]
         acquire_fence()
@@ -130,14 +130,15 @@ class Recipients(ABC):
         del self._peers[peer.uid]
 
     def _welcome(self, peer: Peer) -> None:
-        """Announce from which message on a newcomer is a recipient; with history, of those kept for it, too."""
+        """Store the first message for which a new receiver is a recipient; with history, this includes the kept
+        messages."""
         start = max(1, self._sequences.words[L_PUBLISHED] + 1 - self._history)
         if self._history and self._waits_for(peer):
             self._writer.welcome(peer.index, start)
         self._sequences.set_start(peer.index, peer.uid, start)
 
     def end_history(self) -> None:
-        """Keep nothing for newcomers any more."""
+        """Keep no more messages for receivers that join later."""
         self._history = self._writer.history = 0
 
     def _address(self, epoch: int) -> None:
@@ -154,10 +155,10 @@ class Recipients(ABC):
 
     @abstractmethod
     def _waits_for(self, peer: Peer) -> bool:
-        """Whether its lease words count."""
+        """Whether the lease words of a peer count."""
 
     def drop_dead(self) -> bool:
-        """Ask the kernel about the receivers; remove those that died. True if that may have freed slots."""
+        """Check by the receivers' locks which of them live; remove the dead. True if that may have freed slots."""
         control = self._member.control
         dead = [peer for peer in self._peers.values() if not control.is_alive(peer.index)]
         if not dead and not self._dead:
@@ -187,16 +188,16 @@ class Recipients(ABC):
         return not self.is_settled()
 
     def report_lost(self, sender: Any, count: int) -> None:  # noqa: B027
-        """The sender has left as the last member of its channel: so many messages are lost unfinished."""
+        """Report that `count` messages are lost unfinished: the sender has left as the last member of its channel."""
 
-    # --- waking them
+    # --- waking receivers
 
     @abstractmethod
     def wake(self, ring: Ring, slot: int) -> None:
-        """Notify receivers that sleep of the message there."""
+        """Notify sleeping receivers of a message."""
 
     def _notify(self, peer: Peer, asleep: int, ring: Ring, slot: int) -> None:
-        """Notify one receiver of a message, once in its sleep of number `asleep`."""
+        """Notify one receiver of a message, at most once in its sleep of number `asleep`."""
         peer.notified = asleep
         self.notified += 1
         peer.connection = self._bells.notify(peer.uid, self._bell(ring, slot))
@@ -219,7 +220,8 @@ class Recipients(ABC):
 
 
 class Subscribers(Recipients):
-    """Each gets every message: the recipients of a publisher. `memory`: of the messages, if not the host's."""
+    """The recipients of a publisher: each gets every message. `memory`: the device memory of the messages, if they are
+    not in host memory."""
 
     def __init__(self, *args: Any, memory: DeviceMemory | None) -> None:
         super().__init__(*args)
@@ -242,7 +244,7 @@ class Subscribers(Recipients):
         return has_sent and any(peer.entry.flags & ctl.LATEST for peer in self.listeners)
 
     def wake(self, ring: Ring, slot: int) -> None:
-        """Notify all of them, of a group one."""
+        """Notify every sleeping receiver, but only one of each group."""
         words = self._words
         sleepers, groups = [], set()
         for peer in self.listeners:
@@ -262,7 +264,7 @@ class Subscribers(Recipients):
 
 
 class Consumers(Recipients):
-    """One of them gets each message: the recipients of a producer."""
+    """The recipients of a producer: one of them gets each message."""
 
     wakes = True
     """Whether `wake` does so."""
@@ -280,7 +282,7 @@ class Consumers(Recipients):
         return self._writer.is_settled(())  # type: ignore[no-any-return]
 
     def wake(self, ring: Ring, slot: int) -> None:
-        """Notify one that sleeps; it notifies another if it finds more."""
+        """Notify one sleeping consumer; it notifies another if it finds more messages."""
         listeners, words = self.listeners, self._words
         count = len(listeners) if self.wakes else 0
         for step in range(count):
@@ -293,7 +295,7 @@ class Consumers(Recipients):
                 return
 
     def report_lost(self, sender: Any, count: int) -> None:
-        """Warn of them: in the log, and by a `ResourceWarning`."""
+        """Warn of the lost messages, in the log and by a `ResourceWarning`."""
         text = (
             f'channel "{sender.name}": {count} message{"s" if count > 1 else ""} that no consumer has finished '
             f"end{'' if count > 1 else 's'} with this Producer, the last member of the channel: start a Consumer "

@@ -85,7 +85,7 @@ class Wait:
 
 
 def holders_text(channel: str, sender: int) -> str:
-    """Who holds how many messages of a sender, and how, by what all members have stored; empty if that is unknown."""
+    """Text that says which members hold how many messages of a sender, and how; empty if that is unknown."""
     from ..channel.inspect import Inspector
 
     with contextlib.suppress(OSError, ValueError, LookupError, ArithmeticError):
@@ -106,7 +106,7 @@ def holders_text(channel: str, sender: int) -> str:
 
 
 def _loan_ended(reference: weakref.ref[Sender], _: object) -> None:
-    """The memory of a loan that was not published is gone."""
+    """Handle the end of the memory of a loan that was not published."""
     sender = reference()
     if sender is not None:
         sender._wake_waiting()
@@ -118,9 +118,9 @@ def make_writer(
 ) -> Any:  # fmt: skip
     """The writer of a new sender, docs/internals/core.md.
 
-    locked: whether a call of the endpoint is in progress: `send` leaves the message to the endpoint then
-    widest: `send` chooses a ring whose slots are at most so many times larger than the message wants; 0: any; -1: none
-    share: `send` takes at most one part in so many of a ring for a message
+    locked: whether a call of the endpoint is in progress: then `send` leaves the message to the endpoint
+    widest: `send` uses only rings whose slots are at most so many times larger than the message needs; 0: any; -1: none
+    share: `send` uses at most 1 / `share` of a ring for one message
     """
     competing, history = kind != FAN_OUT, sequences.history
     if native.module is None:
@@ -144,7 +144,7 @@ _LEAST_BATCHED = 8  # messages in flight from which on there are batches
 
 
 class _Waits(Exception):
-    """The thread that has the mutex waits for other processes."""
+    """Raised when the thread that has the mutex is waiting for other processes."""
 
 
 class _Offer:
@@ -268,7 +268,7 @@ class Sender(Endpoint):
                 holds, and the message is published when that is done: docs/guide/cuda.md.
             meta: a small JSON-able dict that travels along.
             timeout: seconds to wait for a slot with `full="block"` or `"grow"`; None waits for ever, 0 does not wait.
-                The time for which another thread's call is waited for counts.
+                The time spent waiting for another thread's call counts.
 
         Returns:
             The message's sequence number, from 1; 0 if `full="drop"` threw it away.
@@ -298,7 +298,8 @@ class Sender(Endpoint):
         return RingFull(f"{self._called.format(self)}: another thread waits for room")
 
     def _put(self, timeout: float | None, out: Encoded, *registration: Any) -> int:
-        """What the writer could not do at once: wait for a slot, copy, publish. `registration`: see ring/writer.py."""
+        """Send a message that the writer could not send at once: wait for a slot, copy, publish. `registration`: see
+        ring/writer.py."""
         if self._state or self._stop:
             self._refuse()
         self._seek()
@@ -356,8 +357,8 @@ class Sender(Endpoint):
             dtype: a torch dtype, for `loan.tensor`, or anything that `numpy.dtype` takes, for `loan.array`.
             meta, timeout: as for `send`.
 
-        The memory belongs to the loan until the block is left, then to the receivers: do not write to it any more. If
-        a view of it is kept nevertheless, its slot is not used again while that view lives.
+        The memory belongs to the loan until the block is left, then to the receivers: do not write to it afterwards. If
+        a view of it is kept, its slot is not used again while that view lives.
 
         >>> import shmtensor, torch
         >>> with shmtensor.Publisher("doc") as pub, shmtensor.Subscriber("doc") as sub:
@@ -388,7 +389,7 @@ class Sender(Endpoint):
         return Loan(self._commit, self._decode_empty, ring, slot, out, array, dtype, shape)
 
     def _wake_waiting(self) -> None:
-        """A slot is free that was on loan: have the thread or task look that waits for one. From any thread."""
+        """Wake the thread or task that waits for a slot: one that was on loan is free. Callable from any thread."""
         if not self._state:
             if self._waits:
                 self._sleeper.post()
@@ -457,14 +458,14 @@ class Sender(Endpoint):
     # --- slots
 
     def _seek(self) -> None:
-        """A search for slots begins, which a tracer wants to know."""
+        """Note, for a trace, that a search for slots begins."""
         if self._recipients.events is not None:
             self._writer.seek()
 
     def _place(self, nbytes: int, timeout: float | None) -> SlotRange | None:
         """Free slots for `nbytes`, after what `full=` asks for; None: drop the message."""
         check_timeout(timeout)
-        if self._full == "block" and timeout != 0:  # the dead are looked for once the spin was in vain
+        if self._full == "block" and timeout != 0:  # after an unproductive spin, a liveness check follows
             self._devices.poll()
             self._recipients.refresh_if_stale()
             self._pool.make_room(nbytes)
@@ -547,7 +548,7 @@ class Sender(Endpoint):
         return oldest + count // 4 - 1 if oldest and count >= _LEAST_BATCHED else 0
 
     def _full_text(self, nbytes: int) -> str:
-        """What errors and the log say while there is no slot for a message of so many bytes."""
+        """The text for errors and the log while there is no slot for a message of `nbytes`."""
         there = ", ".join(dict.fromkeys(f"pid {peer.entry.pid}" for peer in self._recipients.listeners))
         text = self._traits.full if there else self._traits.full_alone
         grow, grown, limit = ' or full="grow"', "", ""
@@ -677,7 +678,8 @@ class Sender(Endpoint):
         self._state = CLOSED
 
     def _has_left(self) -> bool:
-        """With device memory, after close: leave as soon as no subscriber needs it; whether it has left."""
+        """With device memory, after close: leave as soon as no subscriber needs the memory. Returns whether it has
+        left."""
         return self._try_run(self._leave_if_settled) is True
 
     def _leave_if_settled(self) -> bool:
@@ -701,7 +703,7 @@ class Sender(Endpoint):
         return recipients.is_settled() or (recipients.drop_dead() and recipients.is_settled())
 
     def _lose(self, count: int) -> None:
-        """Called when it has left as the last member of its channel: so many messages are lost unfinished."""
+        """Report the messages that are lost unfinished, since it has left as the last member of its channel."""
         self._lost = count
         if self._state == CLOSED:  # it left later than `close`, which reports them otherwise
             with contextlib.suppress(ResourceWarning):  # where warnings are errors; it is in the log
@@ -731,7 +733,7 @@ class Sender(Endpoint):
         self._leave(0)
 
     def statistics(self) -> SenderStatistics:
-        """Counters since this sender was made."""
+        """A frozen snapshot of this sender's counters since it was created."""
         if self._state == FORKED:
             self._refuse()
         if self._last_statistics is not None:

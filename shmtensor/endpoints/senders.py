@@ -1,4 +1,4 @@
-"""What a receiver does with the segments of its senders: attach to them, wake those that sleep."""
+"""A receiver's access to the segments of its senders: attach to them, and wake senders that sleep."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def _attach(member: Member, entry: Entry, reception: Reception) -> Reader:
 
 
 def _waker(member: Member, entry: Entry) -> SenderWaker:
-    """What wakes a sender."""
+    """The object that wakes a sender, or None."""
     return SenderWaker(sequence_table_name(member.channel, entry.uid), socket_path(member.directory, entry.uid))
 
 
 def wake_senders(member: Member) -> None:
-    """Wake those that sleep: they may wait for receivers to give slots back."""
+    """Wake the senders that sleep: they may wait for receivers to give slots back."""
     words = member.control.words
     for entry in member.peers():
         asleep = words[ctl.asleep_word(entry.index)]
@@ -77,8 +77,8 @@ def wake_senders(member: Member) -> None:
 
 
 def clear_words(member: Member) -> None:
-    """Fan-out, while it joins: the words of a former member at its index must not count for the messages that are kept
-    for it."""
+    """Clear the words of a former member at this receiver's index, while it joins a fan-out: they must not count for
+    the messages that are kept for it."""
     for ring in _retaining_rings(member):
         row = lease_word(ring, member.recipient[0], 0)
         for word in range(row, row + ring.slots):

@@ -1,7 +1,7 @@
 """OpenTelemetry's trace context in the meta of messages: `traceparent`, as W3C Trace Context writes it.
 
-Only senders that are made when the process has imported `opentelemetry.trace` look for a span, in what describes their
-values: the code of all other senders, and of every receiver, is the same as without it.
+Only senders that are created after the process has imported `opentelemetry.trace` look for a span, in the function that
+describes their values. All other senders, and all receivers, run the same code as without this module.
 """
 
 from __future__ import annotations

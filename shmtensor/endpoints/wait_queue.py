@@ -40,7 +40,7 @@ RETRY_S: Final = 0.001
 
 
 class Waiter:
-    """A task in the queue."""
+    """A task that waits in the queue."""
 
     __slots__ = ("_notified", "expired", "look", "woken")
 
@@ -50,17 +50,17 @@ class Waiter:
         self._notified: asyncio.Future[None] = loop.create_future()
 
     def notify(self) -> None:
-        """Let the task look, if it is the first."""
+        """Let the task make an attempt, if it is the first in the queue."""
         if not self._notified.done():
             self._notified.set_result(None)
 
     def wake(self) -> None:
-        """Let the task look, also if it is not the first."""
+        """Let the task make an attempt, even if it is not the first."""
         self.woken = True
         self.notify()
 
     def expire(self) -> None:
-        """Its time is up: let the task look a last time."""
+        """Let the task make a last attempt: its time is up."""
         self.expired = True
         self.wake()
 
@@ -108,7 +108,7 @@ class WaitQueue(ABC):
         self._retry_timer: asyncio.TimerHandle | None = None
         self._retry_s = RETRY_S
 
-    # --- what the kinds of endpoints do differently; all of it under the mutex
+    # --- what differs between receivers and senders; all of it is called under the mutex
 
     @abstractmethod
     def _open(self) -> None:
@@ -124,11 +124,12 @@ class WaitQueue(ABC):
 
     @abstractmethod
     def _pass_on(self) -> None:
-        """The last task has left without taking what the endpoint may have been woken for: wake another process."""
+        """Wake another process: the last task has left without taking what the endpoint may have been woken for."""
 
     @abstractmethod
     def _take_wakeups(self) -> bool:
-        """Read the wake-ups that have come, since the descriptor is readable; whether there were any."""
+        """Read the wake-ups that have arrived; called when the descriptor is readable. Returns whether there were
+        any."""
 
     # --- the queue
 
@@ -182,13 +183,13 @@ class WaitQueue(ABC):
         return next(iter(self._waiters), None)
 
     def notify_first(self) -> None:
-        """There may be something for the tasks here: notify the first; each that leaves notifies the next."""
+        """Notify the first task, since there may be something for the tasks; each that leaves notifies the next."""
         first = self._first()
         if first is not None:
             first.notify()
 
     def _after_first(self, served: bool) -> None:
-        """The first task has left the queue."""
+        """Notify the next task, since the first has left the queue."""
         following = self._first()
         if following is None or self.loop.is_closed():  # what waits in a closed loop is garbage, with its loop
             self._after_last(served)
@@ -221,7 +222,7 @@ class WaitQueue(ABC):
         return True
 
     def _after_last(self, served: bool) -> None:
-        """No task waits: be awake, and pass on what no task here will take."""
+        """Wake up, since no task waits any more, and pass on what no task here will take."""
         if served and not self._asleep:
             return
 
@@ -263,7 +264,8 @@ class WaitQueue(ABC):
             self.notify_first()
 
     def _check_liveness(self) -> None:
-        """The timer: have the first task look for the dead, if no wake-up has come for `LIVENESS_INTERVAL`."""
+        """Called by a timer: have the first task check which peers live, if no wake-up has come for
+        `LIVENESS_INTERVAL`."""
         self._liveness_timer = None
         if not self._waiters or self._try_run() is None:
             return
@@ -295,7 +297,8 @@ class WaitQueue(ABC):
             self._after_last(True)
 
     def disturb(self) -> None:
-        """From any thread, under the mutex: it has slept at the same endpoint, so that the queue is awake now."""
+        """Note that a thread has slept at the same endpoint, so that the queue is not asleep now. Called from any
+        thread, under the mutex."""
         if self._waiters:
             with contextlib.suppress(RuntimeError):  # that loop is closed
                 self.loop.call_soon_threadsafe(self.notify_first)
@@ -309,7 +312,7 @@ class WaitQueue(ABC):
     # --- the end
 
     def end(self) -> None:
-        """From any thread, under the mutex: the endpoint is closed. The tasks here find that out."""
+        """Wake all tasks: the endpoint is closed. Called from any thread, under the mutex."""
         self._ended = True
         if self.loop.is_closed():
             self._descriptor.close()
@@ -330,7 +333,7 @@ class WaitQueue(ABC):
         self.notify_first()
 
     def drop_in_child(self) -> None:
-        """A forked child: the loop is the parent's, and so is what its selector watches."""
+        """Drop the queue in a forked child: the loop, and what its selector watches, belong to the parent."""
         self._ended = True
         self._descriptor.close()
 

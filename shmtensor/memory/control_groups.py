@@ -1,4 +1,4 @@
-"""The control groups of this process, whose limits hold for it: its own and their parents, of versions 1 and 2."""
+"""The control groups whose limits apply to this process: its own groups and their parents, of versions 1 and 2."""
 
 from __future__ import annotations
 

@@ -21,18 +21,19 @@ _OPEN: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # opening
 
 
 class Found(NamedTuple):
-    """What a name leads to, for a `Descriptor`."""
+    """The file that a name leads to, for a `Descriptor`."""
 
     path: str
     flags: int
     leads_to: str
     """The real path, as `/proc/self/fd` shows it."""
     hold: Any
-    """Keeps `path` valid; for as long as it lives, the segment outlives a server. None for a file."""
+    """Keeps `path` valid, and the segment available to the next segment server, for as long as it lives. None for a
+    file."""
 
 
 class OpenFile:
-    """One descriptor that a C function opens, or none yet. Owns it."""
+    """Owns one descriptor that a C function opens, or none yet."""
 
     __slots__ = ("_file", "fd")
 

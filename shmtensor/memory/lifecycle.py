@@ -1,7 +1,8 @@
-"""What a forked child drops: locks, so that it does not keep a dead parent alive, and its parent's leases.
+"""Hooks for forked children: they drop the parent's leases, and its locks, so that no child keeps a dead parent alive.
 
-All that the library does in a forked child starts here: first the owners of locks and leases, then the functions, in
-the order in which they were registered. If one fails, that is logged, and the others run all the same.
+Everything that the library does in a forked child starts here: first the drop functions of the owners of locks and
+leases, then the registered functions, in the order of registration. If one fails, the error is logged, and the others
+still run.
 """
 
 from __future__ import annotations

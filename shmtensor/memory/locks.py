@@ -27,13 +27,13 @@ _WRITE, _NONE, _FROM_START = fcntl.F_WRLCK, struct.pack("h", fcntl.F_UNLCK), os.
 
 
 def question(byte: int, length: int = 1) -> tuple[Callable[[int, int, bytes], bytes], int, bytes]:
-    """A function in C, and its arguments behind a descriptor, which may be read-only: is there a lock of another
-    description than that of the descriptor within `[byte, byte + length)`?"""
+    """A C function and its arguments after a descriptor (which may be read-only), to find out whether another
+    description than the descriptor's holds a lock within `[byte, byte + length)`."""
     return fcntl.fcntl, _GETLK, _FLOCK.pack(_WRITE, _FROM_START, byte, length, 0)
 
 
 def says_locked(answer: bytes) -> bool:
-    """Whether there is one, by the answer."""
+    """Whether the answer to such a question says that there is a lock."""
     return not answer.startswith(_NONE)
 
 

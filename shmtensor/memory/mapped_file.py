@@ -130,7 +130,7 @@ def not_inherited(nbytes: int) -> memoryview:
 
 
 def populate(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-    """Make the pages of some memory, as a write would, but keep their contents. Other threads run meanwhile.
+    """Allocate the pages of some memory, as a write would, but keep their contents. Other threads run meanwhile.
 
     Does nothing if the kernel cannot do it, or has no room: then the first access to each page does it, or fails.
     """

@@ -1,7 +1,7 @@
-"""Where the names of segments and semaphores are: files in `/dev/shm`, or a segment server (`served.py`).
+"""Where the names of segments and semaphores are kept: as files in `/dev/shm`, or by a segment server (`served.py`).
 
-A name leads to memory of its own; whoever finds it opens a description of its own. The files of a channel have the same
-names in both places. A process decides once for each directory that `SHMTENSOR_DIR` names.
+A name leads to memory; each process that finds it opens an open file description of its own. The segments of a channel
+have the same names in both places. A process decides once for each directory that `SHMTENSOR_DIR` names.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from .shortage import SHM_DIR, explain
 
 
 class Place(Protocol):
-    """A place of names. A name has no slash.
+    """A place that keeps names. A name has no slash.
 
-    Where a segment server keeps them, what needs it waits 10 s for one that serves, then raises `ResourceError`.
+    If a segment server keeps them, calls that need it wait up to 10 s for one that serves, then raise `ResourceError`.
     `exists` and `unlink` do not wait for a server where there is none.
     """
 
     def at_once(self) -> contextlib.AbstractContextManager[None]:
-        """Within, this thread does not wait for a server: without one that serves, `Unserved` comes at once."""
+        """A context manager in which this thread does not wait for a server: `Unserved` is raised at once if none
+        serves."""
 
     def find(self, name: str, flags: int, *, held: bool = True) -> Found:
-        """What a name leads to, for `os.open`, which the caller calls next. Raises what that raises.
+        """What a name leads to, for `os.open`, which the caller calls next. Raises the errors of `os.open`.
 
         flags: such as `O_CREAT`; a segment server carries them out, for files `os.open` does.
-        held: whether the process will map it; else it will only be looked at.
+        held: whether the process will map it; otherwise it will only be read.
         """
 
     def status(self, name: str) -> os.stat_result | None:
@@ -54,8 +55,8 @@ class Place(Protocol):
         """
 
     def room(self, name: str, fd: int, start: int, nbytes: int) -> contextlib.AbstractContextManager[None]:
-        """Within, `nbytes` of a segment may be reserved from byte `start` on. Raises `OSError` (`ENOSPC`) if there is
-        no room for them."""
+        """A context manager in which `nbytes` of a segment may be reserved from byte `start` on. Raises `OSError`
+        (`ENOSPC`) if there is no room for them."""
 
     def free_bytes(self) -> int:
         """Bytes that segments may still take."""
@@ -67,10 +68,10 @@ class Place(Protocol):
         """How a name is shown to people."""
 
     def identity(self) -> str:
-        """Differs between places of one host whose names lead to different memory."""
+        """A text that differs between places of one host whose names lead to different memory."""
 
     def more_room(self) -> str:
-        """How to give it more room, for errors."""
+        """How to give the place more room, as text for errors."""
 
 
 class Files:
@@ -155,12 +156,12 @@ def current() -> Place:
 
 
 def at_once() -> contextlib.AbstractContextManager[None]:
-    """Within, this thread does not wait for a segment server: see `Place.at_once`."""
+    """A context manager in which this thread does not wait for a segment server: see `Place.at_once`."""
     return current().at_once()
 
 
 def check_for_server() -> None:
-    """Before a join: look again whether a server has appeared where names were files, for one `lstat`.
+    """Check before a join whether a server has appeared where names were files. Costs one `lstat`.
 
     Raises `ResourceError` if this process has joined channels by files already: they would be cut off from the others.
     """
@@ -173,13 +174,13 @@ def check_for_server() -> None:
         if _decided.setdefault(directory, FILES) is FILES:
             _by_files.add(directory)
         return
-    if directory in _by_files:  # what is open already goes on by files
+    if directory in _by_files:  # the open channels are files
         raise ResourceError(
             errno.EBUSY,
             f"a segment server has been started in {directory}, but this process has opened channels in {SHM_DIR} "
             "before: start this process again, the server first, and set SHMTENSOR_SEGMENTS=server to make sure of it",
         )
-    _decided[directory] = found  # and never files again
+    _decided[directory] = found  # from now on this process uses no files
 
 
 def _without_directory() -> Place:
@@ -189,7 +190,8 @@ def _without_directory() -> Place:
 
 
 def _look(directory: str) -> Place:
-    """What asks the server of a directory, always the same object; files if there is none, and it is not required."""
+    """The place that asks the server of a directory, always the same object; `Files` if there is no server and none is
+    required."""
     if not _is_required() and not os.path.lexists(f"{directory}/{SOCKET}"):
         return FILES
     from .served import Served

@@ -49,12 +49,12 @@ class SharedMap(FileMap):
     """A mapped part of a segment."""
 
     hold: Any
-    """Where a server keeps the segment's name: as long as this is mapped, another server can be given the segment."""
+    """With a segment server: keeps the segment available to the next server for as long as this is mapped."""
     _in_child: int
 
     @classmethod
     def of_segment(cls, fd: int, offset: int, nbytes: int, *, writable: bool, hold: object = None) -> SharedMap:
-        """Map `[offset, offset + nbytes)`. Raises `OSError`, and `WireError` if the segment has not so many bytes."""
+        """Map `[offset, offset + nbytes)`. Raises `OSError`, and `WireError` if the segment is smaller."""
         if (size := os.fstat(fd).st_size) < offset + nbytes:  # touching more would kill the process (SIGBUS)
             raise WireError(f"a segment ends at byte {size}: it was cut or is damaged")
         made = cls.of(fd, offset, nbytes, flags=mmap.MAP_SHARED, writable=writable)
@@ -62,15 +62,16 @@ class SharedMap(FileMap):
         return made
 
     def end_in_children(self, *, values: bool) -> None:
-        """Have forked children keep nothing of it. `values`: programs have views of it."""
+        """Make forked children drop the mapping. `values`: programs have views of it."""
         self._in_child = _PROT_NONE if values else mmap.PROT_READ | mmap.PROT_WRITE
         lifecycle.track(self, type(self).drop_in_child)
 
     def drop_in_child(self) -> None:
         """In a forked child: make the range inaccessible, since the words and leases are the parent's.
 
-        Words that no program sees become zeros of the child's own: what looks at its parent's endpoint does no harm.
-        The range is replaced, not unmapped: another mapping of the child must not end up under the parent's tensors.
+        Words, which no program sees, are replaced by private zeros: code of the child that reads its parent's endpoint
+        does no harm. The range is replaced, not unmapped: another mapping of the child must not end up under the
+        parent's tensors.
         """
         libc.mmap(self.address, len(self), self._in_child, _REPLACE, -1, 0)
 
@@ -208,7 +209,7 @@ class Segment(Descriptor):
         self.nbytes = max(self.nbytes, start + nbytes)
 
     def is_still(self, name: str) -> bool:
-        """Whether `name` still leads to this very segment (it was not unlinked or replaced)."""
+        """Whether `name` still leads to this segment (it was not unlinked or replaced)."""
         info = self.place.status(name[1:])
         return info is not None and os.path.samestat(info, os.fstat(self.fd))
 
@@ -242,7 +243,7 @@ class Segment(Descriptor):
 def create(name: str, nbytes: int, remedy: str, *, reserved: int | None = None) -> Segment:
     """Create a new segment, every page reserved and zero. Fails if the name exists; a failure leaves nothing behind.
 
-    `reserved`: so many bytes at its start only; those who use the rest reserve it.
+    `reserved`: reserve only so many bytes at its start; the members that use the rest reserve it.
 
     An exception of a signal handler may arrive before the caller has the segment: the caller then removes the name.
     """
@@ -262,7 +263,7 @@ def create(name: str, nbytes: int, remedy: str, *, reserved: int | None = None) 
 
 
 def open_or_create(name: str) -> Segment:
-    """Open this user's segment, or create it with size 0. The caller decides under a lock which of the two it was."""
+    """Open this user's segment, or create it with size 0. The caller finds out under a lock which of the two it was."""
     segment = _open(name, os.O_CREAT)
     if not segment.is_mine():
         segment.close()
@@ -307,7 +308,7 @@ class Glance:
         return _words(self, os.pread(self.fd, 8 * count, 8 * start), start, count)
 
     def read_into(self, words: memoryview) -> None:
-        """Read the first words into memory that is used again: 70 KB of new memory cost more than reading them."""
+        """Read the first words into reused memory: allocating 70 KB costs more than reading them."""
         nbytes = os.preadv(self.fd, [words], 0)
         if nbytes != words.nbytes:
             raise WireError(f"segment {self.name} ends at byte {nbytes}: it was cut or is damaged")
@@ -351,9 +352,9 @@ def _words(segment: Segment | Glance, data: bytes, start: int, count: int) -> me
 def look_at(name: str, *, place: Place | None = None, is_regular: bool = False, closed: Glance | None = None) -> Glance:
     """Open an existing segment of any user for inspection, if the permissions allow it.
 
-    `place`: the current one, from a caller that opens many: asking for it takes as long as to open a file.
+    `place`: the current one, from a caller that opens many: finding it takes as long as opening a file.
     `is_regular`: the caller has just found that it is a regular file.
-    `closed`: of a look at the same name before, which is opened again: that takes half as long.
+    `closed`: an earlier `Glance` at the same name, which is opened again: that takes half as long.
     """
     if not is_regular:
         _check_kind(name)
@@ -381,12 +382,12 @@ def unlink(name: str) -> bool:
 
 
 def status(name: str) -> os.stat_result | None:
-    """The status of a segment's name, without following a link; None if there is none."""
+    """The status of a segment's name, without following a link; None if there is no such name."""
     return placement.current().status(name[1:])
 
 
 def statuses(files: Iterable[str]) -> dict[str, os.stat_result | None]:
-    """The same of each of these names, as `listing` has them."""
+    """The status of each of these names, which are as `listing` returns them."""
     place = placement.current()
     return {file: place.status(file) for file in files}
 
@@ -408,7 +409,7 @@ def listing() -> list[str]:
 
 
 def scan() -> Iterator[tuple[str, os.stat_result | None]]:
-    """The same with their status; None if it cannot be had."""
+    """These names with their status; None if the status is unknown."""
     return placement.current().scan()
 
 
@@ -423,17 +424,17 @@ def total_bytes() -> int:
 
 
 def where() -> str:
-    """The place of all segments, as errors call it."""
+    """The name of the place of all segments, for errors."""
     return str(placement.current())
 
 
 def more_room() -> str:
-    """How to give it more room, as errors say."""
+    """How to give it more room, as text for errors."""
     return placement.current().more_room()
 
 
 def path_of(file: str) -> str:
-    """How people are shown a name that `listing` has."""
+    """A name from `listing`, as it is shown to people."""
     return placement.current().path(file)
 
 
@@ -496,7 +497,7 @@ def _denied(name: str, remedy: str = _OTHER_NAME) -> str:
 def guard(data: Mapping, head: Mapping, records: int, slots: int, slot_bytes: int, channel: str) -> None:
     """Explain writes to `data`, the slots of a ring, which are mapped read-only: name channel and message.
 
-    The compiled module does it (`native/faults.c`); without it, the segmentation fault comes without an explanation.
+    The compiled module does it (`native/faults.c`); without it, the segmentation fault is not explained.
     `records` is the offset of the records in `head`, which from now on stays mapped as long as `data`.
     """
     module = native.module

@@ -1,4 +1,4 @@
-"""Semaphores: what a sender sleeps on until a slot is given back, and what the processes of a queue count by.
+"""Semaphores: senders sleep on one until a slot is given back, and the processes of a queue count items by others.
 
 A sender's `asleep` word: bits 0 to 30 count its sleeps (odd: asleep); with `BATCHED`, bits 31 to 61 hold the sequence
 number of the first message whose release wakes it; bit 63 is `BY_FIFO`. It is one word, so that a receiver sees all of
@@ -93,14 +93,14 @@ class MappedSemaphore:
         del kept
 
     def acquire(self, timeout: int) -> None:
-        """One less, without waiting. Raises `posix_ipc.BusyError` if it is 0."""
+        """Subtract one, without waiting. Raises `posix_ipc.BusyError` if it is 0."""
         kept = self.memory()
         if _quick.sem_trywait(self.address):
             raise posix_ipc.BusyError("it is 0")
         del kept
 
     def close(self) -> None:
-        """Unmap it, when nobody uses it any more. Idempotent."""
+        """Unmap it as soon as no thread uses it any more. Idempotent."""
         self._map = None
 
     def memory(self) -> SharedMap:
@@ -212,7 +212,7 @@ def create_semaphore(name: str, value: int) -> None:
 
 
 def find_semaphore(name: str) -> Found:
-    """What the name of a semaphore leads to, where a segment server keeps it."""
+    """What the name of a semaphore leads to, if a segment server keeps it."""
     try:
         return placement.current().find(_file(name), 0)
     except FileNotFoundError:

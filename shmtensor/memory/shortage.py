@@ -23,7 +23,7 @@ _REMEDIES: Final = {
 
 
 class Unserved(ResourceError):
-    """There is no segment server now, or it does not serve: what was asked for may be had later."""
+    """There is no segment server now, or it does not serve yet: the request may succeed later."""
 
 
 def explain(error: OSError, what: str) -> ResourceError:

@@ -12,7 +12,8 @@
 | `writer.c` | the sending end: slots, records, publication |
 | `reader.c` | the receiving end: readers, leases, the base of messages |
 | `notify.c` | doorbells, which wake receivers |
-| `copies.c` | large copies, with non-temporal stores |
+| `trace.c` | the event log of a writer or reader while its channel is traced | | `copies.c` | large copies, with
+non-temporal stores |
 | `faults.c` | explains a write to a received tensor before the segmentation fault |
 | `protocol/` | the protocol itself, C11 without Python |
 | `module.c` | the module, and how Python makes a `Codec` |
@@ -64,8 +65,8 @@ _reported = False
 def report_missing() -> None:
     """Log, once per process and its forked children, that the compiled module is not used, unless that was asked for.
 
-    Endpoints call it when they are created. It is a warning: programs that configure no logging print nothing below
-    that level, and the user who does not know that messages take many times longer is the one who needs the line.
+    Endpoints call it when they are created. It is a warning, since programs that configure no logging print nothing
+    below that level, and users of such programs need to know that messages take many times longer.
     """
     global _reported
     if _reported or not why_not or switched_off():

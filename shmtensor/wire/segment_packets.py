@@ -39,7 +39,7 @@ _FILE: Final = re.compile(r"[A-Za-z0-9._,-]{1,200}")
 
 
 class Op(enum.IntEnum):
-    """What is asked for."""
+    """The operation that a request asks for."""
 
     OPEN = 1
     STATUS = 2
@@ -58,19 +58,19 @@ EITHER: Final = 2
 
 
 class Status(NamedTuple):
-    """What is known of a segment. All of them belong to the user of the server."""
+    """The status of a segment. All segments belong to the user of the server."""
 
     device: int
     inode: int
     nbytes: int
     blocks: int
-    """Of 512 bytes, as in `stat`."""
+    """Blocks of 512 bytes, as in `stat`."""
     mode: int
     changed_ns: int
 
 
 class Space(NamedTuple):
-    """What room a server has."""
+    """The room of a segment server."""
 
     limit: int
     """Bytes that all segments together may take."""
@@ -81,7 +81,7 @@ class Space(NamedTuple):
     awaited: int
     """Processes that have not given back what they have mapped."""
     pid: int
-    """One of these, by its own number; 0 if there is none."""
+    """The pid of one of these processes, in its own namespace; 0 if there is none."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Reply:
 
 
 def pack_listing(found: Iterable[tuple[str, Status]]) -> bytes:
-    """As many names with their status as one packet holds; it is complete if it holds none."""
+    """A packet with as many names and their status as it has room for; a packet without names ends the listing."""
     parts: list[bytes] = []
     room = MOST - _REPLY.size
     for name, status in found:
