@@ -147,7 +147,8 @@ class Pending:
         return number
 
     def poll(self) -> int:
-        """Release what is done, here and of owners that may not be used any more. How many copies are left here."""
+        """Release what completed copies held, of this owner and of owners that are not used any more. Returns how many
+        copies of this owner are left."""
         self._poll()
         for other in {*_busy.values()}:
             if other is not self:

@@ -180,14 +180,15 @@ class Runtime:
         _numbers.update(self._library.texts())
 
     def _there(self, device: int | None) -> contextlib.AbstractContextManager[Any]:
-        """Within it, the thread is on this device."""
+        """A context manager in which the thread is on this device."""
         cuda = self._torch.cuda
         if self._devices == 1 or device is None or device == cuda.current_device():
             return _NOTHING
         return cuda.device(device)  # type: ignore[no-any-return]
 
     def _aside(self, device: int | None) -> contextlib.AbstractContextManager[Any]:
-        """Within it, the thread is on this device, and its calls do not break a capture of a CUDA graph."""
+        """A context manager in which the thread is on this device, and its calls do not break a capture of a CUDA
+        graph."""
         return _Aside(self._there(device), self._library)
 
     def _call(self, device: int, name: str, *arguments: Any, what: str, remedy: str = "") -> None:
@@ -275,13 +276,14 @@ class Runtime:
 
     @_translated("cannot use a CUDA stream")
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Within it, the thread's work goes to this stream. Where it does so already, that costs next to nothing."""
+        """A context manager in which the thread's work goes to this stream. If it does so already, this costs almost
+        nothing."""
         device = _index(stream)
         return _On(stream, self._there(device), self._torch.cuda, device)
 
     @_translated("cannot order a CUDA stream")
     def stream_waits(self, stream: Any, event: Any) -> None:
-        """Let what is put into the stream from now on wait for the event; the host does not wait."""
+        """Make work that is queued on the stream from now on wait for the event; the host does not wait."""
         stream.wait_event(event)
 
     @_translated("cannot tell that device memory is in use")
@@ -449,7 +451,8 @@ class _Memory:
 
 
 class _Aside:
-    """Within it, the thread is on a device, and its calls that wait, query or allocate break no capture elsewhere.
+    """A context manager in which the thread is on a device, and its calls that wait, query or allocate break no capture
+    in another thread.
 
     In the default mode of threads, `cudaEventQuery` fails while another thread captures "globally", as torch does, and
     makes that capture fail.
@@ -473,7 +476,7 @@ class _Aside:
 
 
 class _On:
-    """Within it, the thread is on a device, and its work there goes to a stream."""
+    """A context manager in which the thread is on a device, and its work there goes to a stream."""
 
     __slots__ = ("_cuda", "_device", "_entered", "_stream", "_there")
 

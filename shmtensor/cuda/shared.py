@@ -109,7 +109,7 @@ def map_memory(key: Key, device: int, nbytes: int, handle: bytes) -> SharedMemor
 
 
 def device_called(identity: str) -> int:
-    """The number that a device has in this process. `CudaError` if it has none."""
+    """The number of a device in this process. Raises `CudaError` if this process does not see the device."""
     used = runtime()
     seen = [str(used.identity(number)) for number in range(used.device_count())]
     if identity not in seen:

@@ -29,7 +29,7 @@ AT_ONCE_MOST: Final = 4 << 20
 
 
 class WouldWait(Exception):
-    """Copying a call takes long."""
+    """Raised without `wait` if copying a call would take long."""
 
 
 class Task(Future[Any]):
@@ -98,7 +98,8 @@ class Task(Future[Any]):
                 LOGGER.exception("exception calling callback for %r", self)
 
     def begin(self) -> bool:
-        """Note that a worker was chosen. False if there is nothing to run: it was cancelled, or its pool broke."""
+        """Note that a worker was chosen. False if there is nothing to run because the task was cancelled, or its pool
+        broke."""
         with self._condition:
             if self._state == PENDING:
                 self.set_running_or_notify_cancel()
@@ -123,7 +124,7 @@ class Task(Future[Any]):
             self = None  # type: ignore[assignment]  # an error's traceback refers to this frame
 
     def fail(self, error: BaseException | None) -> None:
-        """Set the error: the call raised it, or cannot be run."""
+        """Set the error that the call raised, or because of which it cannot be run."""
         self.value = None
         try:
             self.set_exception(error)
@@ -360,9 +361,10 @@ class Retries:
         return []
 
     def give_up(self, task: Task, error: BrokenProcessPool) -> None:
-        """Have the thread that creates a fresh pool set a task's error when it has done so.
+        """Note the error of a task, which is set by the thread that creates a fresh pool, when it has done so.
 
-        Any thread may collect, with the executor's gate, while others wait for it: it must not run callbacks.
+        Any thread may collect lost tasks, while it holds the executor's gate and others wait for that: so it must not
+        run callbacks.
         """
         self._failed.append((task, error))
 

@@ -56,7 +56,7 @@ def _grad_mode() -> bool | None:
 
 
 def _finish() -> None:
-    """Have all management threads end, and wait for them."""
+    """End all management threads, and wait for them."""
     while True:
         try:
             standard._python_exit()
@@ -66,8 +66,9 @@ def _finish() -> None:
 
 
 def _finish_with_process() -> None:
-    """Have the calls of a `multiprocessing` child run before its endpoints leave, and before it joins its children,
-    the workers among them. Its main thread does not wait for the management threads before that."""
+    """Register that a `multiprocessing` child finishes its calls before its endpoints leave, and before it joins its
+    children, which include the workers. Without this its main thread would not wait for the management threads
+    first."""
     global _finished_pid
     if _finished_pid != os.getpid():
         util.Finalize(None, _finish, exitpriority=_EXIT_PRIORITY)  # twice, if interrupted: harmless
@@ -86,8 +87,9 @@ class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):
         max_workers, initializer, initargs, max_tasks_per_child: as for the standard executor, with at most 250 workers.
             `max_tasks_per_child` needs Python 3.11.
         mp_context: a `multiprocessing` context or a start method's name, such as `"fork"`; None: the default one.
-        max_bytes: shared memory [bytes, or a string such as `"4GiB"`] that the parent may take for the arguments of
-            calls, and each worker for its results; None: as far as `/dev/shm` allows.
+        max_bytes: shared memory (bytes, or a string such as `"4GiB"`) that the parent may take for the arguments of
+            calls, and each worker for its results; None: a ring is added only if it takes at most half of what
+            `/dev/shm` has free.
         retry_on_death: how often a call is run again after the worker that ran it died. With 0, a worker's death
             breaks the pool, as it does the standard one.
         device: (experimental) such as `"cuda"`: tensors in results are CUDA tensors, copied there from the worker's

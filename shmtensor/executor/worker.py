@@ -87,7 +87,8 @@ def run(packed: Packed) -> Packed:
 
 
 def pack(raised: Any) -> Packed:
-    """Pack the exception that a call raised, which the standard worker loop describes; or why it cannot be sent."""
+    """Pack the exception that a call raised, as the standard worker loop passes it, or the reason why it cannot be
+    sent."""
     try:
         return _worker.pack(DescribedError.of(raised.exc, raised.tb), "an exception")
     except ResourceError as shortage:
@@ -95,7 +96,7 @@ def pack(raised: Any) -> Packed:
 
 
 def named(packed: Packed) -> Packed:
-    """Note that the parent gets it: it takes what is in a slot."""
+    """Note that the parent gets the result, and so takes it from its slot."""
     if isinstance(packed, MessageRef):
         _worker.newest_named = packed.seq
     return packed
@@ -147,8 +148,8 @@ class Worker:
         return ref
 
     def _take_back(self, newest: MessageRef) -> None:
-        """Free the slot of a result that an exception, such as Ctrl-C, kept from its call's end: no process asks for
-        it."""
+        """Free the slot of a result that was not named to the parent, since an exception such as Ctrl-C came before: no
+        process asks for it."""
         if newest.seq != self.newest_named:
             with contextlib.suppress(ShmTensorError), DirectConsumer(self._address.results) as consumer:
                 take_back(consumer, newest)

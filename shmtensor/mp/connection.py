@@ -58,8 +58,8 @@ class _Frame:
 
 
 class _Slots(QueueHandle):
-    """One process's handle of the channel of a pipe: its end of the slots, as far as it has used them; and what calls
-    of this process are doing with the end, which a forked child does not go on with."""
+    """One process's handle of the channel of a pipe: its endpoints for slots, as far as it has used them; and the state
+    of this process's calls, which a forked child drops."""
 
     _kind = "pipe"
 
@@ -143,7 +143,7 @@ class Connection(connection.Connection):
         self._transmit(inline(value), value)
 
     def _send_bytes(self, buf: Any) -> None:
-        """What `send_bytes` writes by."""
+        """Write bytes; called by the standard library's `send_bytes`."""
         self._transmit(buf, [])
 
     def _transmit(self, packed: Any, value: list[Any]) -> None:
@@ -178,7 +178,7 @@ class Connection(connection.Connection):
         return _Frame(_NAME.pack(_IN_SLOT, *ref), ref.seq)
 
     def _write(self) -> None:
-        """Write every frame. Meanwhile handlers that interrupt this may add some, and no more."""
+        """Write every frame. Meanwhile handlers that interrupt this may only add frames."""
         slots, frames = self._slots, self._slots.frames
         while frames:
             frame = frames[0]
@@ -188,8 +188,8 @@ class Connection(connection.Connection):
             del frames[0]
 
     def _settle(self) -> None:
-        """Finish what calls have left: the rest of what they began to write, what handlers sent inside them, and a
-        message that was not named."""
+        """Finish what interrupted calls have left: frames that are partly written, frames that handlers sent inside
+        them, and a message that was not named."""
         slots = self._slots
         while slots.frames or slots.may_be_unnamed:
             try:
@@ -234,7 +234,7 @@ class Connection(connection.Connection):
             slots.receiver = 0
 
     def _refuse_inside(self) -> int:
-        """This thread, unless it is receiving."""
+        """Return this thread's id; raise `ReentrantError` if this thread is receiving."""
         me = threading.get_ident()
         if self._slots.receiver == me:
             raise ReentrantError(_INSIDE.format(self, "recv", "nothing"))
@@ -263,7 +263,7 @@ class Connection(connection.Connection):
         self._undelivered.append(value)
 
     def _finish(self) -> None:
-        """The message that was received is done, whether or not it could be read."""
+        """Mark the message that was received as done, whether or not it could be read."""
         self._chunks.clear()
         if (message := self._message) is not None:
             message.release()
@@ -299,7 +299,7 @@ class Connection(connection.Connection):
                 raise OSError("got end of file during message")
 
     def _recv_bytes(self, maxsize: int | None = None) -> io.BytesIO | None:
-        """What `recv_bytes` and `recv_bytes_into` read by: a file at its end."""
+        """Read a message into a file, which is returned at its end; called by `recv_bytes` and `recv_bytes_into`."""
         slots, me = self._slots, self._refuse_inside()
         try:
             slots.receiver = me
@@ -313,7 +313,8 @@ class Connection(connection.Connection):
             slots.receiver = 0
 
     def _poll(self, timeout: float | None) -> bool:
-        """What `poll` asks: an interrupted `recv` may have read what is next, so that nothing is in the socket."""
+        """Whether there is something to receive; called by `poll`. An interrupted `recv` may have read the next
+        message, so that nothing is in the socket."""
         return bool(self._undelivered or any(self._chunks)) or super()._poll(timeout)  # type: ignore[misc]
 
     def close(self) -> None:
@@ -323,7 +324,7 @@ class Connection(connection.Connection):
         self._slots.close()
 
     def parts(self) -> tuple[Any, ...]:
-        """What another process needs to have this end, too."""
+        """The parts that another process needs to use this end, too."""
         slots = self._slots
         descriptors = reduction.DupFd(self.fileno()), slots.keeper_for_child()
         return *descriptors, self.readable, self.writable, slots.name, slots.max_bytes

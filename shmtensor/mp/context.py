@@ -91,7 +91,7 @@ _PIPES: Final = ("concurrent.futures.process", "multiprocessing.pool")
 
 
 class _Queues(context.BaseContext):
-    """What differs from `multiprocessing`'s contexts."""
+    """The methods in which these contexts differ from `multiprocessing`'s."""
 
     _name: str
     device: int | None = None

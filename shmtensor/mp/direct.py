@@ -141,8 +141,8 @@ class DirectProducer(Producer):
     ) -> MessageRef:
         """Send a value that `pickling.dumps` made, after the scalars of `head`.
 
-        Waits for room as long as `may_get_room()`; then raises `ResourceError`, which says that `what` has no room and
-        that `holder` has it.
+        Waits for room as long as `may_get_room()` is true; then raises `ResourceError`, which says that `what` has no
+        room and that `holder` has the memory.
         """
         check_fits(value, self._max_bytes, what)
         while True:
@@ -196,7 +196,7 @@ class DirectProducer(Producer):
 class Patience:
     """Whether a sender without room keeps waiting: while its receiver has not taken everything, and `_PATIENCE` longer.
 
-    The receiver may keep what it took for ever, and may wait for the very message that finds no room.
+    The receiver may keep what it took for ever, and may be waiting for the very message that finds no room.
     """
 
     def __init__(self, producer: DirectProducer) -> None:
@@ -214,7 +214,7 @@ class _NoInbox:
     """No process sleeps on these queues, so there is no socket for wake-ups."""
 
     def __init__(self, directory: str, uid: int) -> None:
-        """As of an `Inbox`."""
+        """The same parameters as those of `Inbox`."""
 
     def close(self) -> None:
         """Nothing to close."""

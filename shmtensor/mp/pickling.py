@@ -1,4 +1,5 @@
-"""Any object as a value that a sender takes, and back: pickle's stream as one array, and tensors and arrays beside it.
+"""Turn any object into a value that can be sent, and back: pickle's stream as one array, and tensors and arrays beside
+it.
 
 The drop-ins promise the standard library's semantics, so this is the only place of the package where received bytes
 are unpickled. The stream is pickle protocol 5 with `multiprocessing`'s reductions. A tensor or array in the object,
@@ -186,7 +187,7 @@ def _reduce_parameter(parameter: Any) -> _Reduced:
 
 
 def _check_leaf(tensor: Any) -> None:
-    """Refuse and warn of what `torch.multiprocessing` does."""
+    """Refuse, and warn of, the same tensors as `torch.multiprocessing`."""
     if tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
             "a tensor that is not a leaf of the autograd graph and requires grad is not sent, since autograd does not "
@@ -332,7 +333,7 @@ def loads(value: list[Any]) -> Any:
 
 
 def nbytes_of(value: list[Any]) -> int:
-    """Bytes of everything in a value, but for sparse tensors, which do not say."""
+    """Bytes of everything in a value, except sparse tensors, whose size is not known."""
     stream = value[0]
     pieces = stream if type(stream) is list else [stream]
     total = 0
@@ -350,7 +351,8 @@ _PIN_LOOP = "_pin_memory_loop"
 
 
 def number_of(device: Any) -> int | None:
-    """The number of the device that `device=` names. `CudaError` if CUDA is missing, `ArgumentError` if it is none."""
+    """The number of the device that `device=` names. Raises `CudaError` if CUDA is missing, `ArgumentError` if it names
+    no CUDA device."""
     return None if device is None else runtime().device(device)
 
 

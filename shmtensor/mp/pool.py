@@ -7,8 +7,8 @@ two work queues:
     result handler <-- results ---  all workers         job, number, deaths, scarce, pickled result
 
 A worker holds the message of its task until the result is sent. If it dies, the work queue delivers the message again,
-to another worker or to the one that replaces it. That one sees by `Message.attempt` that this task has killed workers,
-and, if it is not to be tried again, sends their number in place of a result.
+to another worker or to the one that replaces it. By `Message.attempt`, that worker sees that the task has killed
+workers; if it may not be tried again, the worker sends their number in place of a result.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class _Receiver(Consumer):
 
 
 class _WorkerEnds:
-    """A worker's ends of both queues, as the standard library's worker loop uses them: one object for both.
+    """A worker's ends of both queues, in one object, with the methods that the standard library's worker loop calls.
 
-    The parent has one, too, which only sends it the end of the results.
+    The parent has one, too, which only sends the parent itself the end of the results.
     """
 
     parent: _ParentEnds
@@ -146,7 +146,7 @@ class _WorkerEnds:
                 self._shortage.wait(error)
 
     def _let_go(self) -> None:
-        """At the end of the worker: let go of the task that an exit has cut short. It is not done."""
+        """Release, at the end of the worker, the task that an exit has cut short. It is not marked as done."""
         self._task = None
 
     def _recv(self, consumer: Consumer) -> Message:
@@ -331,7 +331,7 @@ class _ParentEnds:
             del result
 
     def _ended(self, job: int, number: int) -> bool:
-        """Note that a task has a result; False if it had one: its worker died after it had sent that."""
+        """Note that a task has a result; False if it had one already, since its worker died after sending it."""
         with self._room:
             first = self._running.pop((job, number), None) is not None
             self._room.notify()
@@ -356,9 +356,9 @@ class _ParentEnds:
         return process
 
     def _death_of(self, job: int, number: int, deaths: int, until: float) -> PeerDied | None:
-        """The error of a task whose workers died; None until it is known who died, or it is late.
+        """The error of a task whose workers died; None as long as it is not known which workers died, until `until`.
 
-        The work queue says how many died of it, not which, and may say so before their processes have ended.
+        The work queue says how many workers died with the task, not which, and may say so before they have ended.
         """
         with self._room:
             count = self._died - self._running.get((job, number), self._died)
@@ -374,7 +374,7 @@ class _ParentEnds:
         )
 
     def end_results(self) -> None:
-        """Have the result handler get None."""
+        """Make the result handler get None, the end of the results."""
         try:
             self._end.post(dumps(None), bool, "the end", "results", (None, 0, 0, False))
         except ClosedError:
@@ -401,8 +401,8 @@ class Pool(pool.Pool):
 
     Args:
         processes, initializer, initargs, maxtasksperchild, context: as for the standard pool, with at most 250 workers.
-        max_bytes: shared memory [bytes, or a string such as `"4GiB"`] that the parent may take for tasks, and each
-            worker for its results; None: as far as `/dev/shm` allows.
+        max_bytes: shared memory (bytes, or a string such as `"4GiB"`) that the parent may take for tasks, and each
+            worker for its results; None: a ring is added only if it takes at most half of what `/dev/shm` has free.
         retry_on_death: how often a task is run again after the worker that ran it died. A task (of `map`, a chunk of
             them) whose workers died more often fails with `PeerDied`; the pool goes on with workers that replace them.
 

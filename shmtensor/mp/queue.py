@@ -47,7 +47,8 @@ _queues: weakref.WeakSet[SimpleQueue[Any]] = weakref.WeakSet()
 
 
 class PendingGet:
-    """An item that is being got, by the call that holds its lock; or left behind by a call that an exception ended."""
+    """An item that is being received by the call that holds its lock, or that a call left when an exception ended
+    it."""
 
     __slots__ = ("gave", "lock", "steps")
 
@@ -124,11 +125,12 @@ class SimpleQueue(Generic[T]):
         self._handle.keep(self._undelivered, self._room_for_returned())
 
     def _when_abandoned(self) -> Any:
-        """A function without a reference to the queue, to call when an item is dropped after too many attempts."""
+        """A function, without a reference to the queue, that is called when an item is dropped after too many
+        attempts."""
         return _do_nothing
 
     def _room_for_returned(self) -> Any:
-        """A function without a reference to the queue, to call for each undelivered object that is put back."""
+        """A function, without a reference to the queue, that is called for each undelivered object that is put back."""
         return _do_nothing
 
     # --- pickling for child processes
@@ -174,7 +176,7 @@ class SimpleQueue(Generic[T]):
             self._fetch(None)
 
     def empty(self) -> bool:
-        """Whether there is nothing to get now; others may put or get at any time."""
+        """Whether the queue is empty now; other processes may put or get at any time."""
         self._check_open()
         left = any(pending.steps and not pending.lock.locked() for pending in self._pending)
         if left or self._undelivered:
@@ -208,11 +210,11 @@ class SimpleQueue(Generic[T]):
         raise Full("called by a signal handler or a finalizer that interrupted a put of this thread")
 
     def _wait_for_room(self) -> None:
-        """Called when the put that goes on finds no room, and waits."""
+        """Called when a put finds no room and begins to wait."""
         self._waits_for_room = True
 
     def _put(self, value: Any, deadline: float | None) -> None:
-        """Put an item and count it; whatever is raised, both are done or neither."""
+        """Put an item and count it. Whatever exception is raised, both steps are done, or neither."""
         try:
             putter = self._handle.putter
         except ReentrantQueueError as error:
@@ -273,7 +275,7 @@ class SimpleQueue(Generic[T]):
         return self._transfers is None and self._handle.getter.pop(pickling.unpack, self._undelivered, self._when_got())
 
     def _when_got(self) -> Callable[[], object] | None:
-        """A function to call when an item is got."""
+        """A function that is called when an item is received."""
         return None
 
     def _receive(self) -> bool:
@@ -503,11 +505,11 @@ class Queue(SimpleQueue[T]):
         return self.get(False)
 
     def qsize(self) -> int:
-        """How many items there are now; others may put or get at any time."""
+        """The number of items in the queue now; other processes may put or get at any time."""
         return int(self._maxsize - self._room.value())
 
     def full(self) -> bool:
-        """Whether there are `maxsize` items now."""
+        """Whether the queue has `maxsize` items now; other processes may put or get at any time."""
         return bool(self._room.value() == 0)
 
     def join_thread(self) -> None:
@@ -528,7 +530,7 @@ def _comes_soon(spin: Spin, semaphore: Any) -> bool:
 
 
 def _do_nothing() -> None:
-    """Called where items are not counted."""
+    """Do nothing: used where items are not counted."""
 
 
 def _after_fork() -> None:
@@ -598,7 +600,7 @@ class JoinableQueue(Queue[T]):
         self._held.trim(self._tasks)
 
     def task_done(self) -> None:
-        """Mark an item as done: the oldest one that this thread has got, else the oldest that this process has.
+        """Mark an item as done: the oldest unfinished one that this thread received, else the oldest of this process.
 
         Raises `ValueError` if it is called more often than items were put. If an asynchronous exception ends it, the
         item may be done or not.
@@ -627,7 +629,7 @@ class JoinableQueue(Queue[T]):
 
 
 class _Tasks:
-    """How many items are not done, across processes.
+    """The number of items that are not done, shared by the processes of a queue.
 
     There is no lock. A process that brings `unfinished` to 0 adds one to `rounds`, so that a waiter sees it even if
     more was put since, and posts `wakeups`. A waiter that wakes, by a post or every `LIVENESS_INTERVAL`, checks the

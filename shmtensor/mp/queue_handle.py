@@ -6,7 +6,7 @@ item of all putters.
 A queue must live as long as any process has it, whether or not that process has put or got anything yet. So there is
 one more member of its channel, the keeper, which neither sends nor receives. Its life lock belongs to an open file
 description, and the descriptor goes to every process that has the queue: forked children inherit it, others get it
-from `multiprocessing` with the queue. The kernel drops the lock when the last of them has closed it or died.
+from `multiprocessing` with the queue. The kernel drops the lock when the last of these processes has closed it or died.
 
     process A                          process B (forked or spawned)
     QueueHandle: keeper ---+--- QueueHandle: keeper            one description, one lock: the queue exists
@@ -63,7 +63,8 @@ if TYPE_CHECKING:
 
 
 class ClosedQueueError(ClosedError, OSError):
-    """Of the standard library's queues, closed ones raise `ValueError` or `OSError`, depending on the call."""
+    """The error of a closed queue. It is a `ValueError` and an `OSError`, since the standard library raises one or the
+    other."""
 
 
 class ReentrantQueueError(ReentrantError):
@@ -163,7 +164,7 @@ class GrowingPool(Pool):
     __slots__ = ("eager", "lacking")
 
     eager: bool
-    """Whether to add a ring rather than wait."""
+    """Whether to add a ring instead of waiting."""
     lacking: int
     """Bytes of the ring that the last message needs, if others have the room for it; else 0."""
 
@@ -193,7 +194,8 @@ class GrowingPool(Pool):
                 super().make_room(nbytes)
 
     def _others_have_room(self, nbytes: int) -> bool:
-        """Whether there would be room for a ring if others gave back what they have: then a put waits for that."""
+        """Whether there would be room for a ring if other processes gave back their rings: then a put waits for
+        that."""
         return super().may_grow(nbytes) and self.shape(nbytes).nbytes <= total_bytes()
 
     def may_grow(self, nbytes: int) -> bool:
@@ -382,8 +384,8 @@ class QueueHandle:
         return handle, counters
 
     def start_anew(self) -> None:
-        """Begin without endpoints. A forked child calls it too: it inherits the keeper, and the endpoints are its
-        parent's."""
+        """Begin without endpoints. A forked child calls this, too: it inherits the keeper, but the endpoints belong to
+        its parent."""
         self._joining = threading.Lock()
         self._maker = 0
         """The thread that creates an endpoint and holds `_joining`."""
@@ -447,7 +449,7 @@ class QueueHandle:
         return reduction.DupFd(self._keeper.fd)
 
     def another_keeper(self) -> InheritedFile:
-        """The keeper again, for another handle of this process."""
+        """Another descriptor of the keeper, for another handle of this process."""
         return InheritedFile().duplicate(self._keeper.fd)
 
     def close(self) -> None:
@@ -514,8 +516,8 @@ class QueueHandle:
 
 
 def _sweep(name: str, directory: str) -> None:
-    """Remove a channel that no process has any more. Else whoever has it does so, and what the dead left meanwhile goes
-    with the next join: each child looks here as it ends, for every queue that it inherited."""
+    """Remove a channel that no process has any more. If a process has it, that process removes it later; what dead
+    members left is removed at the next join. Each child calls this as it ends, for every queue that it inherited."""
     with contextlib.suppress(ShmTensorError, OSError):
         if not cleanup.has_members(name):
             cleanup.sweep_channel(name, directory, patience=membership.LOCK_TIMEOUT)
@@ -591,7 +593,7 @@ def _close_handle(reference: _Hold) -> None:
 
 
 def _watch(*_: object) -> None:
-    """Have every handle closed when this process ends."""
+    """Register that every handle is closed when this process ends."""
     util.Finalize(None, _end_all, exitpriority=_EXIT_PRIORITY)
 
 

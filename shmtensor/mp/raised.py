@@ -1,5 +1,5 @@
-"""The exception that a call raised in a worker, on its way to the caller: with the text of its traceback, whatever
-becomes of the exception itself."""
+"""The transport of an exception from a worker to the caller: the text of its traceback arrives even if the exception
+itself cannot be pickled or unpickled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class DescribedError(NamedTuple):
         return cls(trace, b"".join(stream if type(stream) is list else [stream]), leaves)
 
     def rebuilt(self, cause: Callable[[str], BaseException]) -> BaseException:
-        """The exception, with its traceback as its cause. Raises what unpickling it raises, likewise."""
+        """The exception, with the text of its traceback as its cause. If unpickling it raises, that error has the same
+        cause."""
         text = cause(self.trace)
         try:
             error: BaseException = loads([np.frombuffer(self.stream, np.uint8), *self.leaves])

@@ -1,1 +1,1 @@
-"""What channels do over time, seen from outside: rates, the ends of processes, the messages themselves."""
+"""Channels observed over time, by a process that is not a member: rates, ends of processes, messages, traces."""

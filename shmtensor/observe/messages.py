@@ -7,8 +7,8 @@ What was read may have been overwritten meanwhile, so each part is checked after
 - The payload, for the digest, the values of NumPy scalars, and a description that lies behind it: besides, the message
   is known to be needed still, so that its sender may not reuse its slots (a receiver has not given it back, or it is
   kept by `history=`); or no message can have begun in its slots or in those before them. Else there is no digest, and
-  no such value. Consumers, and clients that got a reply, may write to a value: there, only a message that no receiver
-  has taken has a digest.
+  no such value. Consumers, servers, and clients that received a reply, may write to a value: there, only messages that
+  no receiver has taken have a digest.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Messages:
 
     @property
     def ended(self) -> bool:
-        """Whether the channel has ended, or was made anew."""
+        """Whether the channel has ended, or was created anew."""
         info = shm.status(control_name(self._channel))
         return info is None or not os.path.samestat(info, self._control.info)
 

@@ -75,7 +75,7 @@ LEAST_S: Final = 0.1
 
 
 class Ends:
-    """Descriptors of the processes that were seen last: each becomes readable when its process ends."""
+    """Descriptors of the processes in the last reading: each becomes readable when its process ends."""
 
     def __init__(self) -> None:
         self._opened: dict[int, int] = {}
@@ -94,9 +94,9 @@ class Ends:
         self.unseen = {member.uid for member in members if member.host_pid not in self._opened}
 
     def wait(self, seconds: float, also: Collection[int] = ()) -> set[int]:
-        """Wait so many seconds, or until a process ends, or one of the descriptors `also` is readable.
+        """Wait for `seconds`, or until a process ends, or one of the descriptors `also` is readable.
 
-        The descriptors that are readable.
+        Returns the readable descriptors.
         """
         until = time.monotonic() + seconds
         poll = select.poll()

@@ -1,4 +1,4 @@
-"""A trace of a channel: while it lasts, the members write down what they do, and this reads it.
+"""A trace of a channel: while it runs, the members record events in shared memory, which this module reads.
 
 The tracer is a member that neither sends nor receives, so the clean-up of members is that of traces: see ring/events.py
 for what lies in its file, and docs/internals/protocols.md, section 14, for why a death at any step leaves nothing on.
@@ -61,7 +61,7 @@ _LOOK_S: Final = 0.1
 
 @dataclass
 class Trace:
-    """What was seen."""
+    """The events of a trace."""
 
     channel: str
     kind: str
@@ -93,9 +93,9 @@ class Trace:
 
 
 def every_that_fits(channel: str, seconds: float, most: int) -> int:
-    """1; or, of a channel that is too fast, the `every=` with which so many seconds have at most `most` events.
+    """The `every=` with which a trace of `seconds` has at most `most` events: 1 unless the channel is too fast.
 
-    Watches the channel for a moment. One that does not send, or that there is not, has every message.
+    Watches the channel for a moment. 1 as well if there is no such channel, or nothing is sent.
     """
     inspector, rates = Inspector(), Rates()
     rates.update(filter(None, [inspector.channel(channel)]), time.monotonic())
@@ -179,7 +179,8 @@ class Tracer:
         # crash: trace.made
 
     def _renew(self) -> None:
-        """Let the members go on. If their time was over, since this process was stopped, they have to be told."""
+        """Extend the time for which members write events. If it was over, because this process was stopped, they must
+        be notified."""
         now = time.monotonic_ns()
         is_late = 0 < self._until <= now
         if self._until - now < _LEASE_NS - 1_000_000_000:
@@ -194,7 +195,7 @@ class Tracer:
         return self._read()
 
     def _look(self) -> None:
-        """Who is there?"""
+        """Read the table of members, to find out who has joined or left."""
         control = self._joined.control
         self._epoch = control.epoch
         acquire_fence()
@@ -295,7 +296,7 @@ def _us(ns: int) -> float:
 
 
 def _time(ns: int) -> str:
-    """Exact, which a float of microseconds since the start of the machine is not for ever."""
+    """A time in microseconds as exact text: a float of microseconds since the start of the machine loses precision."""
     return f"{ns // 1000}.{ns % 1000:03}"
 
 
@@ -314,7 +315,7 @@ class _Lines:
         self.messages: set[tuple[int, int]] = set()
 
     def all(self) -> Iterator[str]:
-        """What happened; then the names of who did it, and the ends of flows that have no release."""
+        """The events; then the names of processes and members, and the ends of flows that have no release."""
         events = self._trace.events().tolist()
         for event in events:  # first: a message may be taken in the moment before its send has ended
             if event[E_WHAT] & 0xFF == SEND:

@@ -1,7 +1,7 @@
 """Batches: requests with values of the same layout that were taken within a short time, stacked.
 
 Values are stacked along a new first dimension, and results are split again. Stacking copies each leaf once, from where
-it lies straight into the batch. The layout of a value is what must be equal for that: the structure, every dtype, every
+it lies straight into the batch. Values can be stacked if their *layouts* are equal: the structure, every dtype, every
 shape, and every leaf that is not a tensor or array.
 """
 
@@ -99,7 +99,8 @@ _FIRST: Final = (0,)
 
 
 class Batch:
-    """Requests that are answered together. Its value is theirs, stacked along a new first dimension.
+    """Requests that are answered together. Its value has the values of all requests, stacked along a new first
+    dimension.
 
     The value is private memory, filled by one copy from the clients' slots: yours to keep.
 
@@ -145,7 +146,7 @@ class Batch:
     async def areply(self, value: Any) -> None:
         """`reply` for asyncio: other tasks run where it has to wait for room.
 
-        If it is cancelled, those that have no answer yet are still yours to answer, by the same call if you like.
+        If it is cancelled, requests that have no answer yet can still be answered, for instance by the same call.
         """
         for request, part in self._open_with(value):
             if not request.answered:
@@ -193,7 +194,8 @@ def _fail_alone(request: Request, error: Exception) -> None:
 
 
 class Group:
-    """Requests that are to be one batch. `due`: when it waits for no more; `most`: how many it may have."""
+    """Requests that will be one batch. `due`: the time at which it stops waiting for more; `most`: how many it may
+    have."""
 
     __slots__ = ("due", "most", "requests")
 
@@ -283,9 +285,9 @@ def batch_of(requests: list[Request]) -> Batch | None:
 
 
 def _key(request: Request) -> tuple[Any, bool]:
-    """The key of a request's group, and whether it is a batch of its own.
+    """The key of a request's group, and whether the request must be a batch of its own.
 
-    It is one if it cannot be stacked, or if it was taken before: a server that dies with it must not lose others.
+    It must if its value cannot be stacked, or if it was taken before: a server that dies with it must lose no others.
     """
     value = request.value
     if request.attempt == 1:

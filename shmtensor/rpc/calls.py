@@ -171,7 +171,7 @@ class RequestFuture(Future[Any]):
                 raise FutureTimeout
 
     def cancel(self) -> bool:
-        """Give the request up. False if its reply is there already."""
+        """Cancel the request. False if its reply has arrived already."""
         source = self._source
         if source is not None:
             in_flight, call = source
@@ -179,7 +179,7 @@ class RequestFuture(Future[Any]):
         return self.cancelled()
 
     def _finish(self, value: Any, error: BaseException | None) -> None:
-        """Set the result. May be called again, as `Call.finish`: a result that is set stays.
+        """Set the result. May be called again, as `Call.finish`: a result that is set does not change.
 
         Other waiting threads and callbacks are notified by a thread of the library's own: in this one an asynchronous
         exception could come between one and the next.
@@ -217,7 +217,7 @@ class RequestFuture(Future[Any]):
 
 
 def from_reply(value: Any, meta: Any) -> Exception:
-    """The error that an error reply carries, or why the reply cannot be read."""
+    """The error that an error reply carries, or the error that says why the reply cannot be read."""
     if isinstance(meta, DependencyError):
         return DependencyError(f"the reply cannot be read: {meta}", name="torch")
     try:
@@ -353,7 +353,7 @@ class Driver(_ClientThread):
     _name = "shmtensor replies"
 
     def wake(self) -> None:
-        """There may be something to do: there is a future, or the thread that received has stopped."""
+        """Wake the thread, since there may be work: there is a future, or the thread that received has stopped."""
         in_flight = self._in_flight()
         if in_flight is not None and not self._stopped and (self._thread is not None or in_flight.has_futures):
             self._wake()
@@ -454,7 +454,7 @@ class CallsInFlight:
         self.replied = self.failed = self.cancelled = self.late = self.duplicates = 0
 
     def begin(self, timeout: float | None, retry: bool) -> Call:
-        """A call that is to be posted now. What interrupted calls have left is finished first."""
+        """Create the call of a request that is posted next. First finishes what interrupted calls have left."""
         if self.given_up or self.ended:
             self.cancel_given_up()
         if retry is not True and retry is not False:
@@ -533,7 +533,8 @@ class CallsInFlight:
                 self.promote()
 
     def promote(self) -> None:
-        """Let another thread receive: this one has stopped. Without, it would begin within `LIVENESS_INTERVAL`."""
+        """Let another thread receive, since this one has stopped. Without this call, one would begin within
+        `LIVENESS_INTERVAL`."""
         if not self.promote_follower():
             self.driver.wake()
 
@@ -685,7 +686,8 @@ class CallsInFlight:
         self.end(call.seq, None, error)
 
     def give_up(self, call: Call) -> None:
-        """Cancel a call that nothing waits for any more. Callers that raise append to `given_up` themselves."""
+        """Cancel a call for which no thread or task waits any more. Callers that raise append to `given_up`
+        themselves."""
         self.given_up.append(call)
         self.cancel_given_up()
 

@@ -25,16 +25,18 @@ _C = TypeVar("_C", bound="Client")
 
 
 class Client(Local):
-    """Sends requests to the servers of a service, each to one that is idle if there is one, and gets their replies.
+    """Sends requests to the servers of a service, each to an idle one if possible, and receives their replies.
 
     Args:
         service: the service's name, 1 to 47 of `A-Za-z0-9._-`: the one that its servers have.
         slots: requests that may be in flight; further ones wait for room (`full=`). None: 16, or as many large ones as
             fit in 256 MiB, at least 2; fewer where `max_bytes` is less.
         slot_bytes: bytes of a slot, an int or a string like `"8MiB"`; None: as the first request needs.
-        full: what happens when no slot is free: `"block"`, `"grow"`, `"error"`.
-        max_bytes: most shared memory for requests; None: no limit but `/dev/shm`.
-        spin: seconds that a waiting thread stays awake before it sleeps.
+        full: what a call does when no slot is free: `"block"` (wait), `"grow"` (add a ring), `"error"` (raise
+            `RingFull`).
+        max_bytes: most shared memory for requests, an int (bytes) or a string like `"1GiB"`; None: no limit but
+            `/dev/shm`.
+        spin: most seconds that a waiting thread stays awake before it sleeps.
 
     A request is copied before the call returns. A reply's tensors and arrays are the server's slot itself, writable
     and yours: the slot is used again when their last view has died.
@@ -78,7 +80,8 @@ class Client(Local):
         Args:
             value, meta: as for `Publisher.send`.
             timeout: seconds until the request expires; a server that has not started it by then never will.
-            retry: whether another server gets the request when one dies with it. Without, it then fails.
+            retry: whether another server gets the request when one dies with it; if False, the request then fails with
+                `PeerDied`.
 
         Returns:
             The reply's value.
@@ -89,7 +92,8 @@ class Client(Local):
             DependencyError: the reply has torch tensors, and torch is not installed here.
             WireError: the server cannot read the request, or its reply cannot be read here: one of them is damaged, or
                 the library of one process is newer.
-            PeerDied: the server died and `retry=False`, or as many servers in a row as one request may cost.
+            PeerDied: the server died and `retry=False`, or as many servers died with the request as their
+            `max_attempts` allows.
             ArgumentTypeError, ResourceError: as for `Publisher.send`.
             ClosedError, ForkedError: the client is closed, or was made by this process's parent.
             ReentrantError: a signal handler or finalizer called it inside the thread that receives the replies.
@@ -144,8 +148,8 @@ class Client(Local):
     async def arequest(self, value: Any, meta: Any = None, *, timeout: float | None = None, retry: bool = True) -> Any:
         """`request` for asyncio: other tasks run while this one waits, and no thread is used.
 
-        Any number of tasks may wait for replies at once. A task that is cancelled gives its request up: a server that
-        has not started it never will, and the reply of one that has is dropped.
+        Any number of tasks may wait for replies at once. Cancelling a task cancels its request: a server that has not
+        started it never will; if a server has, its reply is dropped.
 
         Arguments and errors are those of `request`; also `LoopError`, if tasks of another event loop wait at this
         client.
@@ -188,11 +192,12 @@ class Client(Local):
         return self._requests.closed
 
     def wait_for_servers(self, count: int, *, timeout: float | None = None) -> None:
-        """Wait until at least `count` living servers are there; `TimedOut` after `timeout` seconds."""
+        """Wait until at least `count` living servers are there; raise `TimedOut` after `timeout` seconds (None:
+        never)."""
         self._requests.wait_for_servers(count, timeout)
 
     def statistics(self) -> ClientStatistics:
-        """Counters since this client was made."""
+        """A frozen snapshot of this client's counters since it was created."""
         sent, received, in_flight = self._requests.statistics(), self._answers.statistics(), self._in_flight
         return ClientStatistics(
             requests=sent.sent, replies=in_flight.replied, errors=in_flight.failed - in_flight.late,

@@ -1,4 +1,4 @@
-"""The endpoints of a service: a client's for its requests and their replies, and a server's for the same.
+"""The endpoints of a service: those of a client, and those of a server, for requests and replies.
 
 Some words of the ring belong to a request or a reply. The message itself is the value alone.
 
@@ -109,12 +109,12 @@ class ServiceEndpoint(AsyncEndpoint):
         return self._state == FORKED
 
     def check_open(self) -> None:
-        """Raise `ClosedError` or `ForkedError` unless it is open."""
+        """Raise `ClosedError` or `ForkedError` unless the endpoint is open."""
         if self._state:
             self._refuse()
 
     def refuse_calls(self) -> None:
-        """It closes soon: calls that wait, and those that begin, raise `ClosedError`."""
+        """Make calls that wait, and calls that begin, raise `ClosedError`: the endpoint closes soon."""
         self._stop = True
 
     async def until_idle(self) -> None:
@@ -223,7 +223,7 @@ class RequestSender(Posting, Producer):
         # crash: request.posted
 
     def count_living(self) -> int:
-        """How many servers live now. The kernel is asked: a killed one stays in the table until a process cleans up."""
+        """How many servers live now, by their locks: a killed server stays in the table until a process cleans up."""
         if self._state:
             return 0
         control = self._member.control
@@ -244,7 +244,8 @@ class RequestSender(Posting, Producer):
     def withdraw(self, call: Call, *, taken: bool = False) -> bool:
         """Finish a request, as a server that drops it would. False: a server has it, or it is done.
 
-        `taken`: also False if no server has had it. A server without torch takes a request with tensors, and undoes it.
+        `taken`: return False also if no server has had it. (A server without torch takes a request with tensors, and
+        undoes that.)
         """
         if self._state:  # in a forked child, a thread of the parent may have the lock for ever
             return False
@@ -285,7 +286,7 @@ class RequestSender(Posting, Producer):
 
     @staticmethod
     def is_done(call: Call) -> bool:
-        """Whether no server will work on it any more: its reply is sent, or there is none."""
+        """Whether no server will work on it any more: its reply was sent, or there will be none."""
         return call.words[call.at + DONE] >= call.seq
 
     def is_held(self, call: Call) -> bool:
@@ -445,8 +446,8 @@ class RequestReceiver(ServiceEndpoint, Consumer):
 
 
 class ReplyPool(Pool):
-    """Slots for replies. A client may keep as many as memory, or `_MOST_REPLIES`, allow: rings that are added have a
-    quarter of the slots that are there, at most 32 of them, so that as many rings as there may be hold that many."""
+    """Slots for replies. A client may keep as many replies as memory and `_MOST_REPLIES` allow. An added ring has a
+    quarter as many slots as there are, at most 32, so that the maximum number of rings holds that many replies."""
 
     __slots__ = ()
 
@@ -499,8 +500,8 @@ class ReplySender(Posting, Publisher):
         await super().apost(note, value, meta, self._patience(timeout))
 
     def _patience(self, timeout: float | None) -> float:
-        """How much of `timeout` a reply may wait for room: all replies of a row of which none is published share
-        `ROOM_S`. A client that keeps its replies would otherwise hold up the server, and its other clients, for each.
+        """How much of `timeout` a reply may wait for room: consecutive replies that are not published share `ROOM_S`.
+        Otherwise a client that keeps its replies would delay the server, and its other clients, for each reply.
         """
         now, published = time.monotonic(), self._published
         if self._seen != published:

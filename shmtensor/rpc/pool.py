@@ -30,7 +30,7 @@ from .supervisor import UNGUARDED, UNGUARDED_TEXT, Reload, Supervisor, Worker, c
 
 
 def _why_not(workers: list[Worker]) -> str:
-    """Why a worker is not ready, for messages; "" if nothing is known."""
+    """Why a worker is not ready, as text for errors; "" if that is not known."""
     errors = [each.last_error for each in workers if each.last_error and not each.is_ready]
     return f" ({errors[0]})" if errors else ""
 
@@ -38,7 +38,8 @@ def _why_not(workers: list[Worker]) -> str:
 def waiting_requests(service: str) -> int:
     """Requests of living clients that no living server has taken. A snapshot: clients and servers go on meanwhile.
 
-    Not counted: what a client could not send for want of room, and what a server has taken for its next batch.
+    Not counted are requests that a client could not send for lack of room, and those that a server has taken for its
+        next batch.
     """
     return sum(_of_client(service, uid) for uid in _clients(service))
 
@@ -89,7 +90,7 @@ def _open_requests(service: str, uid: int, index: int, published: int) -> Iterat
 
 
 def _as_wait(timeout: float | None) -> float | None:
-    """Check a call's time-out. None if it is longer than threads can wait."""
+    """Check a call's time-out and return it; None if it is longer than threads can wait."""
     check_timeout(timeout)
     return None if timeout is None or timeout >= FOREVER else timeout
 
@@ -116,10 +117,10 @@ class WorkerPool(Local):
             `context.state`. Called as `setup(worker)`, with the worker's index from 0, if it takes an argument that
             has no default. A worker whose `setup` raises has died, and is started again later.
         teardown: called once when a worker ends and Python code can still run, with what `setup` returned if it takes
-            an argument that has no default. Only after `setup` has returned. It has what is left of `grace`.
-        max_batch, max_wait, max_attempts, slots, max_bytes: as for `Server`.
-        max_restarts: how often in a row one worker is started again after it died, after 0.1 s and twice as long each
-            time, up to 30 s; after a minute of service its deaths are forgotten. One death more ends the pool.
+            an argument that has no default. Only after `setup` has returned. It may take what is left of the `grace`
+        seconds. max_batch, max_wait, max_attempts, slots, max_bytes: as for `Server`. max_restarts: how often in a row
+        one worker is started again after it died, after 0.1 s and twice as long each
+            time, up to 30 s; after a minute of service its deaths are forgotten. One more death ends the pool.
         grace: seconds that a stopping worker has to finish what it took, before it is killed; None: no limit.
         mp_context: a `multiprocessing` context or a start method's name; None: `"spawn"`, which is safe whatever runs
             in this process.
@@ -196,7 +197,7 @@ class WorkerPool(Local):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers that are there now."""
+        """Process ids of the current worker processes."""
         return [process.pid for each in self._supervisor.workers if (process := each.process) is not None]
 
     @property
@@ -342,10 +343,11 @@ def serve(
     have taken; a second one kills them. Returns 0 then; 1 if a worker died once more than `max_restarts` allows, if the
     handler cannot serve, or if no worker could be started; 3 if workers were killed before they had finished.
 
-    SIGHUP does what `WorkerPool.reload` does; a reload that fails is logged, and the old workers go on. If the terminal
-    was closed, it is a stop as SIGTERM is; and it stays ignored where it was, as by `nohup`.
+    SIGHUP reloads the workers, as `WorkerPool.reload` does; a reload that fails is logged, and the old workers go on.
+    When the terminal is closed, SIGHUP stops the pool as SIGTERM does; if SIGHUP was ignored before, as under `nohup`,
+    it stays ignored.
 
-    Signals are handled while it runs if it is called in the main thread; in another thread they are not.
+    Signals are handled only if it is called in the main thread.
     """
     pool = WorkerPool(
         handler, name=name, workers=workers, setup=setup, teardown=teardown, max_batch=max_batch, max_wait=max_wait,

@@ -1,4 +1,5 @@
-"""What a server gets: requests, each to be answered once; those that it has taken, and the replies to their clients."""
+"""Requests as a server gets them, each to be answered once; those that it has taken, and the replies to their
+clients."""
 
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ class Request(Local):
                 self.fail(error)
 
     def __del__(self) -> None:
-        """It can no longer be answered. May run in any thread: stores two words, which its client checks."""
+        """Finish a request that was dropped without an answer. May run in any thread: it stores two words, which the
+        client checks."""
         record = getattr(self, "_record", None)  # its constructor may have been interrupted
         if record is not None and not record.is_released:
             self._taken.forget(record)
@@ -131,7 +133,7 @@ class Request(Local):
 
 
 def record_of(request: Request) -> TakenRequest:
-    """What the server knows of a request."""
+    """The server's record of a request."""
     return request._record
 
 
@@ -149,7 +151,7 @@ def describe(error: BaseException | str) -> dict[str, str]:
 
 
 def _made(what: str, make: Callable[[], str]) -> str:
-    """A text about an error; why there is none, if a method of the error raises."""
+    """A text about an error; if a method of the error raises, a text that says so."""
     try:
         return make()
     except Exception as failure:
@@ -157,9 +159,9 @@ def _made(what: str, make: Callable[[], str]) -> str:
 
 
 class TakenRequest:
-    """What the server knows of a `Request`: its message, and the words and the index of its slot's state.
+    """The server's record of a `Request`: its message, and the words and the index of its slot's state.
 
-    is_begun: whether it was given out; till then it waits for its batch, or an interrupted call has left it
+    is_begun: whether it was returned to the user; until then it waits for its batch, or an interrupted call has left it
     """
 
     __slots__ = ("at", "is_begun", "message", "seq", "source", "words")
@@ -170,12 +172,12 @@ class TakenRequest:
 
     @property
     def is_released(self) -> bool:
-        """Whether it is finished here, or was given back."""
+        """Whether it was finished by this server, or given back."""
         return self.message.__class__ is Released
 
     def give_back(self) -> None:
-        """Drop the message without acknowledging it: another server gets it. That this one had it counts if it was
-        given out."""
+        """Drop the message without acknowledging it: another server gets it. It counts as an attempt if it was returned
+        to the user."""
         if not self.is_begun and not self.is_released:
             store_attempts(self.words, self.at, self.seq, self.message.attempt - 1)
         give_back(self.message)

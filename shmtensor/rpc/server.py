@@ -125,11 +125,13 @@ class Server(Local):
         service: the service's name, 1 to 47 of `A-Za-z0-9._-`.
         max_batch: most requests in a batch: `recv` and iteration then return a `Batch`. None: requests one by one.
         max_wait: seconds that a batch waits for more after its first request was taken; None: 0.002. Needs `max_batch`.
-        max_attempts: how many servers may die with a request; the next one that finds it lets it fail with `PeerDied`.
+        max_attempts: how many servers may die with a request; then it fails with `PeerDied` when another server finds
+            it.
         slots: slots of the first ring of replies to a client; rings are added if a client keeps its replies.
             None: 8, or as many large replies as fit in 256 MiB, at least 2; fewer where `max_bytes` is less.
-        max_bytes: most shared memory for the replies to one client; None: no limit but `/dev/shm`.
-        spin: seconds that a server without work stays awake before it sleeps.
+        max_bytes: most shared memory for the replies to one client, an int (bytes) or a string like `"1GiB"`; None: no
+            limit but `/dev/shm`.
+        spin: most seconds that a server without work stays awake before it sleeps.
 
     Many servers of a service may come and go at any time. The requests that a server had taken and not answered when
     it died go to another one, unless they were sent with `retry=False`.
@@ -397,8 +399,8 @@ class Server(Local):
     def _give_back(self, error: BaseException | None = None) -> None:
         """Leave requests whose handlers were interrupted to other servers, as if this one had died with them.
 
-        `error`: what interrupted one. Whoever keeps it keeps its traceback, and so the handlers' local variables, whose
-        views would hold the request. They are cleared.
+        `error`: the exception that interrupted a handler. Its traceback refers to the handler's local variables, whose
+        views would hold the request as long as the exception is kept. So they are cleared.
         """
         while self._unfinished:
             try:
@@ -452,7 +454,7 @@ class Server(Local):
         return self._stopping
 
     def statistics(self) -> ServerStatistics:
-        """Counters since this server was made."""
+        """A frozen snapshot of this server's counters since it was created."""
         self._receiver.statistics()
         taken = self._taken
         return ServerStatistics(

@@ -194,7 +194,7 @@ class Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended, also where the kernel or another part of the program has waited for it."""
+        """Whether the process has ended, even if the kernel or another part of the program has reaped it."""
         if self.process.exitcode is not None:
             return True
         try:
@@ -205,7 +205,7 @@ class Process:
         return self._missed > 1
 
     def wait(self) -> str:
-        """Wait until it has ended; how, in words."""
+        """Wait until the process has ended; return in words how it ended."""
         self.process.join()
         if self.process.exitcode is None:  # SIGCHLD is ignored, or other code waits for every child
             self.process._popen.returncode = LOST
@@ -213,7 +213,7 @@ class Process:
         return how_ended(self.process.exitcode)
 
     def close(self) -> None:
-        """It has ended."""
+        """Release the resources of a process that has ended."""
         if isinstance(self.sentinel, FileIO):
             self.sentinel.close()
         self.process.close()
@@ -243,7 +243,8 @@ class Worker:
         return self.process is not None and self.process.is_ready
 
     def died(self, served: float) -> float:
-        """Count a death, after so many seconds of service; returns the seconds after which to start it again."""
+        """Count a death, after `served` seconds of service; returns the seconds after which to start the worker
+        again."""
         self.deaths = 1 if served >= STEADY else self.deaths + 1
         return min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** min(self.deaths - 1, 64))
 
@@ -342,7 +343,8 @@ class Supervisor:
             self._refuse_requests()
 
     def give_up(self, reload: Reload) -> None:
-        """No one waits for this reload any more. It ends unless it is another call's as well."""
+        """Note that a call does not wait for this reload any more. The reload ends unless another call waits for it as
+        well."""
         reload.is_given_up = True
         self._wake_up()
 
@@ -622,7 +624,7 @@ class Supervisor:
             self._terminate(each.leaving)
 
     def _abandon(self, replacing: _Replacing) -> None:
-        """No one waits for the reload that is going on: end it, and the new process that is not ready."""
+        """End the current reload, for which no call waits any more, and its new process that is not ready."""
         each, process = replacing.worker, replacing.process
         replacing.process = None
         if each is not None and process is not None and each.successor is process:

@@ -93,11 +93,11 @@ class Counting:
         self._handled = self._errors = 0
 
     def begin(self) -> None:
-        """A request is begun."""
+        """Note that a request is begun."""
         store(self._words, _BUSY, monotonic_ns())
 
     def end(self, count: int, error: str | None) -> None:
-        """As many requests were answered, with an error if there is one."""
+        """Note that `count` requests were answered, with an error if there is one."""
         words = self._words
         self._handled += count
         store(words, _HANDLED, self._handled)
@@ -131,7 +131,7 @@ class Board:
         self._free = list(range(rows))
 
     def take(self) -> Row:
-        """A row that no process has, cleared."""
+        """Take a row that no process uses, cleared."""
         index = self._free.pop(0)
         if self._mapping is not None:
             for at in range(index * _WORDS, index * _WORDS + _TEXT):
@@ -139,7 +139,7 @@ class Board:
         return Row(self._file, index)
 
     def give_back(self, row: Row) -> None:
-        """Its process has ended."""
+        """Return a row whose process has ended."""
         self._free.append(row.index)
 
     def read(self, row: Row) -> Counts:
@@ -164,7 +164,7 @@ class Board:
 
 
 class RequestContext:
-    """The second argument of a `WorkerPool` handler that takes two: what is known of the request beside its value.
+    """The second argument of a `WorkerPool` handler that takes two: the properties of the request besides its value.
 
     Valid until the handler returns. With `max_batch` the handler gets a `BatchContext` instead.
 
@@ -276,7 +276,7 @@ UNSTARTED: Final = 1
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker does: functions, or their names. Also how long it may take to end, seconds; None: no limit."""
+    """The work of a worker: functions, or their names. Also how many seconds it may take to end; None: no limit."""
 
     handler: Handler | str
     setup: Handler | str | None
@@ -286,7 +286,8 @@ class Job:
 
 
 class _Stop:
-    """Whether the worker is to stop, and what is done then: by SIGTERM, or because the pool says so or is dead."""
+    """Whether the worker should stop, on SIGTERM or because the pool says so or is dead, and the actions on
+    stopping."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -437,7 +438,7 @@ def check(path: str, what: str = "handler") -> None:
 
 
 def split_path(path: str, what: str) -> tuple[str, str]:
-    """Split `module:name`. Raises `ArgumentError` if it is nothing like it."""
+    """Split `module:name`. Raises `ArgumentError` for other texts."""
     module_name, colon, name = path.partition(":")
     if not colon or not module_name or not name:
         raise ArgumentError(f"{what} {path!r}: name it as module:function")
