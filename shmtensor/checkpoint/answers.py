@@ -1,5 +1,5 @@
-"""What servers answer: what they say of files, and by errors; bodies, read in pieces that go straight into the memory
-that is to be filled; and the listings of HTTP servers, pages of links."""
+"""Answers of servers: file properties, errors, bodies (read in pieces straight into the memory that is to be filled),
+and the listings of HTTP servers, which are pages of links."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ _TAGS: Final = ("ETag", "etag", "generation", "md5Hash", "Last-Modified", "mtime
 
 
 class Replaced(CheckpointError):
-    """Another file than before is at a path."""
+    """Another file has replaced the one at a path."""
 
 
 def tag_of(info: Mapping[str, Any]) -> object:
-    """What tells a file from another one under its name, by what a file system or a server says; None if neither."""
+    """A tag that distinguishes a file from another one under its name, from the properties that a file system or server
+    reports; None if it reports none."""
     found = [(name, str(info[name])) for name in _TAGS if info.get(name)]
     return found[0] if found else None
 
@@ -69,7 +70,7 @@ def is_beyond(error: BaseException) -> bool:
 
 
 def has_no_bucket(error: BaseException) -> bool:
-    """Whether S3 says that the bucket does not exist. (What other stores say of it looks as for a missing file.)"""
+    """Whether S3 says that the bucket does not exist. (Other stores answer as for a missing file.)"""
     answer = getattr(error, "response", None)
     return isinstance(answer, dict) and answer.get("Error", {}).get("Code") == "NoSuchBucket"
 
@@ -155,11 +156,11 @@ class Sink:
 
 
 class TooLong(ValueError):
-    """A body is longer than may come."""
+    """A body is longer than the limit."""
 
 
 class Answer(NamedTuple):
-    """Of a server.
+    """The answer of a server.
 
     read:     reads some bytes of the body, at most so many
     is_range: whether it is the range asked for

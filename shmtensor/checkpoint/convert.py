@@ -141,7 +141,8 @@ def _scratch() -> Iterator[Path]:
 
 
 def _lock_scratch(folder: Path) -> LockFile | None:
-    """Hold the lock that says that it is being used; None if another process took it for a dead one's before that."""
+    """Hold the lock that marks a temporary directory as used; None if another process removed it before, as left by a
+    dead process."""
     path = str(folder / _SCRATCH_LOCK)
     try:
         lock = LockFile(path, os.O_CREAT)
@@ -165,7 +166,7 @@ def _remove_dead() -> None:
 
 def _remove_if_dead(folder: Path) -> None:
     if not (folder / _SCRATCH_LOCK).exists():
-        folder.rmdir()  # it is empty: to be locked just now, which is tried again, or the last step was missing
+        folder.rmdir()  # empty: its owner is about to lock it (and will retry), or died before the last step
         return
     with contextlib.closing(LockFile(str(folder / _SCRATCH_LOCK))) as lock:
         if lock.try_exclusive(0):
@@ -259,7 +260,7 @@ def _remove_leftovers(target: Path) -> None:
             found = target.parent / name
             first = min(found.iterdir(), default=None) if found.is_dir() else found
             if first is None:
-                found.rmdir()  # who has made it just now fails, as it would a moment later
+                found.rmdir()  # a process that has just created it fails, as it would a moment later
             else:
                 with contextlib.closing(LockFile(str(first))) as lock:
                     if lock.try_exclusive(0):
@@ -317,7 +318,7 @@ def _write(opened: Opened, layout: Layout, output: AnyOutput, progress: Callable
 
 
 def _say_nothing(nbytes: int) -> None:
-    """What `progress` is where there is none."""
+    """Do nothing: the default of `progress`."""
 
 
 def _read_piece(opened: Opened, files: Files, region: int, at: int, nbytes: int) -> memoryview:
@@ -392,8 +393,8 @@ def _not_a_link(source: Path) -> Path:
 
 
 class Original:
-    """The file that another one is made of, byte for byte. The new one gets its mode and time, and with `replace` its
-    place: in the list of saves, with step and metrics, and as what `latest` and other links of the directory lead to.
+    """The source file of `encrypt_file` or `decrypt_file`. The new file gets its mode and time, and with `replace` its
+    place: in the list of saves, with step and metrics, and as the target of `latest` and other links of the directory.
     No `CheckpointWriter` may have the directory open then. Made before the file is read.
 
     Raises `ArgumentError`, `ResourceError`, and `CheckpointError` if the file has changed meanwhile.
@@ -431,7 +432,7 @@ class Original:
             self._directory.close()
 
     def before(self, made: Path, target: Path) -> None:
-        """It is complete, under a temporary name."""
+        """Called when the new file is complete, under a temporary name."""
         self._check()
         with contextlib.closing(open_file(str(made), os.O_RDONLY)) as file:
             with contextlib.suppress(OSError):  # a file system that has none
@@ -442,7 +443,7 @@ class Original:
             self._directory.succeed(self._source.name, target.name, str(made), self.digest)
 
     def after(self, target: Path) -> None:
-        """It has its name."""
+        """Called when the new file has its name."""
         if self._directory is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""From files to a CUDA device: through a few pinned buffers, so that host memory never has the whole of it.
+"""Load files onto a CUDA device through a few pinned buffers, so that host memory never has the whole checkpoint.
 
     file --read, decrypt, digest--> | half 0 | half 1 |  --copies on a stream--> tensors on the device
                                        a lane, one per reading thread
@@ -7,8 +7,8 @@ A lane has two halves. While the copies out of one are in progress, the other is
 the lane waits for the event after its copies. So a load takes `readers * 2 * PIECE` bytes of host memory, however large
 the checkpoint is, and a piece is digested where it lies before it is copied.
 
-What a device has no plain memory for (sparse, quantized, nested tensors), parts of tensors and files that only torch
-can read are made in host memory, one after the other, and then copied.
+Sparse, quantized and nested tensors, parts of tensors, and files that only torch can read are made in host memory, one
+after the other, and then copied.
 """
 
 from __future__ import annotations

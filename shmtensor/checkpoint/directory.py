@@ -42,7 +42,7 @@ Best = tuple[str, str, int]
 
 
 class Keep(NamedTuple):
-    """Which checkpoints stay: `keep_last`, `keep_every` and `keep_best`. None for `last`: all."""
+    """The rules which checkpoints are kept: `keep_last`, `keep_every` and `keep_best`. None for `last`: all."""
 
     last: int | None = None
     every: int | None = None
@@ -54,7 +54,8 @@ Save = tuple[str, str, int]
 
 
 class Leftover(NamedTuple):
-    """What a save has under a temporary name. `is_unnamed`: its files, which have not got their own."""
+    """A file or directory of a save under a temporary name. `is_unnamed`: it has the files that do not have their final
+    name yet."""
 
     path: str
     save: Save
@@ -119,7 +120,8 @@ class Directory:
         return locks.try_exclusive(_WRITER)
 
     def check_idle(self) -> None:
-        """Raise `ResourceError` if a writing process is at work. `own` does not look: it would not be for long."""
+        """Raise `ResourceError` if a writing process is at work. `own` does not check this, since that process soon
+        ends."""
         locks = self._open_locks()
         try:
             if locks.held_by_other(_WRITER):
@@ -221,8 +223,8 @@ class Directory:
         index.write(self.path, [*index.before(index.read(self.path), saved), saved])
 
     def withdraw(self, saves: Collection[Save]) -> None:
-        """Take saves that have not got their name, and do not get it any more, out of the list, before their files are
-        removed: their aliases stay where they were. Raises OSError."""
+        """Remove saves that will never get their final name from the list, before their files are removed: their
+        aliases stay where they were. Raises OSError."""
         entries = index.read(self.path)
         left = [
             entry
@@ -253,7 +255,7 @@ class Directory:
         return next((entry for entry in index.read(self.path) if entry.identity == saved.identity), None)
 
     def point_latest(self, name: str) -> str:
-        """Make `latest` lead to a checkpoint, durably. Raises nothing; returns what failed, or "".
+        """Make `latest` lead to a checkpoint, durably. Returns the text of an error instead of raising it, or "".
 
         A link that would still lead to an older one is removed: without it, the newest in the list is meant.
         """
@@ -326,8 +328,9 @@ class Directory:
     def retain(self, keep: Keep) -> tuple[list[str], list[str]]:
         """Delete old checkpoints. Raises nothing; returns the names of the deleted, and what failed.
 
-        Checkpoints that were changed (copies without their times, too), that are not in the list, or that a link leads
-        to stay. What is there stays in the list, with its metrics, also what cannot be deleted.
+        Checkpoints stay if they were changed (also copies without the original times), if they are not in the list, or
+        if a link leads to them. Every existing checkpoint stays in the list, with its metrics, even if it cannot be
+        deleted.
         """
         deleted: list[str] = []
         failed: list[str] = []
@@ -361,7 +364,7 @@ class Directory:
         return deleted, failed
 
     def _is_gone(self, entry: Saved) -> bool:
-        """Whether nothing has the name of a save any more."""
+        """Whether no file has the name of a save any more."""
         return not (self.is_taken(entry.name) or entry.is_unnamed(self.path))
 
     def _delete(self, entry: Saved) -> None:

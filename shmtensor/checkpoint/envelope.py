@@ -255,7 +255,7 @@ class SealedFile:
 
 
 class Readable:
-    """What an encrypted file says without a key: not authentic before the data key was unwrapped."""
+    """The readable part of an encrypted file. It is not authenticated before the data key is unwrapped."""
 
     def __init__(self, path: Location, envelope: Envelope, wrapped: bytes, digest: bytes, stamp: Stamp) -> None:
         self.path, self.envelope, self.wrapped, self.digest = path, envelope, wrapped, digest
@@ -263,7 +263,7 @@ class Readable:
 
 
 def read_envelope(path: Location, *, file: InputFile | None = None, is_complete: bool = True) -> Readable:
-    """Read what a file says without a key. Raises `CheckpointError` unless every size fits the file.
+    """Read the readable part of a file, without a key. Raises `CheckpointError` unless every size fits the file.
 
     With `file`, of the open file; not `is_complete`: it is being written, and may be longer.
     """

@@ -93,7 +93,7 @@ class _Result(Local, Future[_T]):
         return super().exception(0)
 
     def _check_here(self) -> None:
-        """Raise `ForkedError` where it never ends: in a child that was forked before it had ended."""
+        """Raise `ForkedError` in a child that was forked before the future had ended, since it never ends there."""
         if not self.done():
             check_pid(self._pid)
 
@@ -125,7 +125,7 @@ class _Result(Local, Future[_T]):
         return self.cancelled()
 
     def give_up(self) -> None:
-        """Cancel it: this save is not written. Asking for the result raises `CancelledError`."""
+        """Cancel the future: this save is not written, and `result()` raises `CancelledError`."""
         super().cancel()
         self.set_running_or_notify_cancel()
         self._ended.set()
@@ -217,19 +217,19 @@ class Save:
         return dict(self.last_missing) if self.status == VOTED else {}
 
     def advance(self, written: int) -> None:
-        """It is being written, and so many bytes are."""
+        """Note how many bytes are written."""
         with self._lock:
             if self.status in (WAITING, WRITING):
                 self.status, self.written = WRITING, written
 
     def vote(self) -> None:
-        """This rank's part is durable."""
+        """Note that this rank's part is durable."""
         with self._lock:
             if self.status in (WAITING, WRITING):
                 self.status, self.written = VOTED, self.total
 
     def finish(self, status: str, result: Durable | BaseException | None = None) -> bool:
-        """End it: set the status and the futures. False if it had ended before. Call it without holding any lock.
+        """End the save: set the status and the futures. False if it had ended before. Call it without holding any lock.
 
         result: of `durable`, a value or an exception; None cancels the futures that are not done.
         """
@@ -251,7 +251,7 @@ class Save:
         return True
 
     def end_upload(self, result: str | Exception) -> None:
-        """It is at this URL, or was not uploaded."""
+        """End the upload, with the URL or the error."""
         if isinstance(result, str):
             self.uploaded.set_result(result)
         else:
@@ -279,7 +279,7 @@ class SaveHandle(Local):
 
     @property
     def _now(self) -> Save:
-        """The save as it is now, which a forked child does not see."""
+        """The current state of the save. Raises `ForkedError` in a forked child, which does not see it."""
         if self._save.status in _OPEN:
             check_pid(self._save.pid)
         return self._save
@@ -488,7 +488,7 @@ class SavesInFlight:
 
     @property
     def uploading(self) -> int:
-        """How many are durable and not uploaded yet."""
+        """How many saves are durable and not uploaded yet."""
         return len(self._uploading)
 
     def _end_upload(self, number: int, result: str | Exception) -> None:
@@ -571,7 +571,7 @@ class SavesInFlight:
                 log.warning("%s waits%s", save.path, self._awaited())
 
     def on_death(self, code: int) -> dict[str, Any]:
-        """The writing process died: a save that it was writing is tried again, `ATTEMPTS` times in all.
+        """Note that the writing process died: a save that it was writing is tried again, `ATTEMPTS` times in all.
 
         code: its exit code. Returns `live_numbers()`, for the next process.
         """
@@ -584,7 +584,7 @@ class SavesInFlight:
         return self.live_numbers()
 
     def on_lost(self, error: PeerDied) -> None:
-        """There is no writing process, and no other will be started: every save fails."""
+        """Fail every save: there is no writing process, and no other one will be started."""
         for save in self.in_flight:
             self.finish(save.number, FAILED, PeerDied(f"checkpoint {save.path} was not written: {error}"))
         for number, save in list(self._uploading.items()):

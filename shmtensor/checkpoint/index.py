@@ -65,7 +65,8 @@ class Saved:
 
     @property
     def identity(self) -> tuple[str, str, int, tuple[tuple[str, int, int], ...]]:
-        """What tells it from every other save, also from one of the same name, or of the same step of several ranks."""
+        """A value that distinguishes it from every other save, even one of the same name, or of the same step of
+        several ranks."""
         return self.name, self.writer, self.number, self.files
 
     @property
@@ -81,8 +82,8 @@ class Saved:
         return self.is_at(os.path.join(directory, self.name))
 
     def is_alike(self, directory: str | Location) -> bool:
-        """Whether the files under the name have the names and sizes of those that were saved: what tells a copy, whose
-        times may be others."""
+        """Whether the files under the name have the names and sizes of those that were saved. This is true for a copy,
+        whose times may differ."""
         if isinstance(directory, RemotePath):
             return self._is_at_url(directory / self.name)
         return self.is_at(os.path.join(directory, self.name), times=False)
@@ -121,13 +122,13 @@ class Saved:
 
 
 def _shown(names: Iterable[str]) -> set[str]:
-    """Those that a server's listing has: many leave out hidden ones."""
+    """The file names that a server's listing contains: many servers leave out hidden ones."""
     return {name for name in names if not name.startswith(".")}
 
 
 def read(directory: str) -> list[Saved]:
     """Every entry, oldest first. A list that is damaged counts as empty: then no file counts as ours. Raises OSError if
-    this process lacks what it needs to read it: what is written next would forget all of it."""
+    this process lacks a resource to read it: otherwise the next write would lose the whole list."""
     try:
         return _read(Path(directory))
     except FileNotFoundError:
@@ -196,7 +197,7 @@ def _read(directory: Location) -> list[Saved]:
 
 
 def parse(data: bytes) -> list[Saved]:
-    """The entries of a list's bytes. Raises what `UNREADABLE` has."""
+    """The entries of a list's bytes. Raises one of the exceptions `UNREADABLE`."""
     document = json.loads(data)
     if document["version"] != _VERSION:
         raise ValueError(f"version {document['version']!r:.40}")
@@ -281,7 +282,7 @@ Version = tuple[int, int, int]
 
 
 def version(path: str) -> Version:
-    """What tells a file that `replace` made from the one before it; zeros if there is none."""
+    """A value that distinguishes a file written by `replace` from the previous one; zeros if there is none."""
     try:
         info = os.lstat(path)
     except OSError:

@@ -22,7 +22,7 @@ _decode = json.JSONDecoder(object_pairs_hook=lambda pairs: _object(pairs)).raw_d
 
 
 class Source(Protocol):
-    """What is read by position, such as an `InputFile`."""
+    """A file that is read by position, such as an `InputFile`."""
 
     def pread(self, nbytes: int, offset: int) -> bytes: ...
 

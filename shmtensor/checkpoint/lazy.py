@@ -39,8 +39,8 @@ def open_checkpoint(
         arrays: handles give NumPy arrays, as `load_arrays` does, and torch is not imported.
         readers: threads that read large parts; None: one per core, 4 to 8.
         verify: compare a tensor that is read whole with its digest, if the file has one. False: compare nothing.
-        key: of an encrypted checkpoint, as for `load_checkpoint`. Of a part, the segments around it are decrypted, 64
-            KiB each; what was changed is an error whatever `verify` is.
+        key: of an encrypted checkpoint, as for `load_checkpoint`. To read a part, the segments of 64 KiB around it are
+            decrypted; changed bytes are an error, whatever `verify` is.
         device: where handles make torch tensors, as for `load_checkpoint`. On a CUDA device whole tensors are read
             through pinned buffers; a part is read into host memory, and copied.
 
@@ -112,7 +112,7 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
         return self[name] if name in self._numbers else default
 
     def _why_not(self, name: str) -> str:
-        """Why there is no handle of that name, for messages."""
+        """Why there is no handle of that name, as text for the error."""
         plan = self._plan
         if plan is None or not isinstance(name, str):
             return str(unknown(str(name), list(self._numbers)))

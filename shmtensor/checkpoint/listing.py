@@ -163,9 +163,9 @@ def load_newest(
     A state that the writing process of a dead trainer still has in shared memory is newer than any file, and is copied
     from there. Otherwise it is the newest complete file, whatever `latest` leads to; its tensors are compared with
     their digests with `map=False`, and with `verify="all"` also if it is mapped. Newer files that are damaged or
-    truncated are skipped with a `RuntimeWarning`. An error that says nothing of a file is raised, and nothing older is
-    loaded instead: this process lacks memory, descriptors or permission. Call it before the `CheckpointWriter` of this
-    run saves.
+    truncated are skipped with a `RuntimeWarning`. Errors that do not concern a file's contents (no memory, no
+    descriptors, no permission) are raised, and nothing older is loaded instead. Call it before the `CheckpointWriter`
+    of this run saves.
 
     >>> import numpy as np, shmtensor, tempfile
     >>> with tempfile.TemporaryDirectory() as path:

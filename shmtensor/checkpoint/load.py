@@ -94,11 +94,12 @@ def load_checkpoint(
             a number). For a CUDA device nothing is mapped: tensors are read through a few pinned buffers, 16 MiB for
             each reader, so that host memory never has the whole state, and they are complete when this returns. Parts
             (`slices=`) and packed members of an `.npz` are copied from host memory one after the other; sparse,
-            quantized and nested tensors, what `from_memory=` finds and a `.pt` of torch's own from there as a whole.
+            quantized and nested tensors, states found by `from_memory=`, and a `.pt` that torch wrote are copied from
+            host memory as a whole.
 
     Raises:
         FileNotFoundError: there is no checkpoint at `path`.
-        ResourceError: a server did not answer properly, for as often as it was asked.
+        ResourceError: a server did not answer properly in any of the attempts.
         CudaError: CUDA cannot be used, or the device has not enough memory.
         DependencyError: of a URL, fsspec or its package for this kind of URL is not installed.
         CheckpointError: it is damaged or truncated, and the message names the tensor and the offset; or `key=` is
@@ -440,7 +441,7 @@ def load_into(
 
 
 class _Own(NamedTuple):
-    """What a module has to fill.
+    """The tensors of a module that are to be filled.
 
     state:  its tensors by the names that it gives them
     direct: those that `load_state_dict` fills with what is loaded under their names, whatever else the module does with
@@ -481,7 +482,8 @@ def _is_of_torch(method: Any) -> bool:
 def _state_for(
     own: _Own, opened: Opened, files: Files, *, key: str | None, readers: int, verify: Verify
 ) -> dict[str, Any]:
-    """The state dict in a checkpoint. What can be is read into the module's own memory, and is it in the state."""
+    """The state dict in a checkpoint. Tensors that allow it are read into the module's own memory; the state has the
+    module's tensors then."""
     if opened.state is not None:
         found = opened.state(True)
         if verify == "all":
@@ -525,7 +527,7 @@ def _state_for(
 
 
 def _check_place(own: _Own, state: dict[str, Any], key: str | None) -> None:
-    """Raise `ArgumentError` if no name of the module is in the state, and all are one level deeper."""
+    """Raise `ArgumentError` if the state has no name of the module at this level, and all of them one level deeper."""
     if not own.state.keys() or own.state.keys() & state.keys():
         return
     there = [

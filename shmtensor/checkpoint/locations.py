@@ -46,7 +46,7 @@ def location(path: str | os.PathLike[str] | RemotePath) -> Location:
 
 
 def fresh(path: str | os.PathLike[str] | RemotePath) -> Location:
-    """The same, and of a path at a URL nothing is known yet: its directory may have changed."""
+    """The same location without cached information about a URL, whose directory may have changed."""
     return path.fresh() if isinstance(path, RemotePath) else location(path)
 
 
@@ -71,11 +71,11 @@ class InputFile(Protocol):
         ...
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Many short ranges (offset, bytes) are read next. Raises OSError."""
+        """Announce many short ranges (offset, bytes) that are read next. Raises OSError."""
         ...
 
     def drop(self) -> None:
-        """No more small reads follow: forget what is kept for them."""
+        """Drop what is kept for small reads: no more of them follow."""
         ...
 
     def check(self) -> None:
@@ -109,13 +109,13 @@ class LocalFile:
         return os.preadv(self.fd, views, offset)  # the kernel knows by itself
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """The kernel reads ahead."""
+        """Do nothing: the kernel reads ahead."""
 
     def drop(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: nothing is kept."""
 
     def check(self) -> None:
-        """An open descriptor leads to the same file as long as it is open."""
+        """Do nothing: a descriptor leads to the same file as long as it is open."""
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
@@ -191,7 +191,7 @@ def write_all(fd: int, data: bytes | memoryview, offset: int = 0) -> None:
 
 
 def copy_to_memory(path: RemotePath) -> MemoryFile:
-    """Read a whole file, for what only reads files of this machine. Raises OSError, `Replaced`."""
+    """Read a whole file into memory, for libraries that read only local files. Raises OSError, `Replaced`."""
     memory = MemoryFile(path.name)
     with path.open_input() as file:
         copy_range(file, 0, file.nbytes, memory.fd)
@@ -229,8 +229,8 @@ _GONE: Final = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.EISDIR, errno.E
 
 
 class Stamp(NamedTuple):
-    """What tells a file from another one at its path. Of a file at a URL it is only the size; there, the entity tag is
-    compared with each request."""
+    """The properties that distinguish a file from another one at its path. For a file at a URL it is only the size;
+    there, the entity tag is compared with each request."""
 
     nbytes: int
     device: int = 0
@@ -262,7 +262,8 @@ def check_same(path: Location, before: Stamp, now: Stamp) -> None:
 
 
 def unchanged(path: Location, step: Callable[[], T]) -> T:
-    """What `step` returns; raises `Replaced` if another file has got its path meanwhile, whatever `step` says of it."""
+    """Call `step` and return its result; raise `Replaced` if another file has got the path meanwhile, whatever `step`
+    raises."""
     if not isinstance(path, Path):
         return step()
     before = stamp(path)
@@ -276,7 +277,8 @@ def unchanged(path: Location, step: Callable[[], T]) -> T:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error says nothing of any file: this process lacks memory or descriptors, or may not open the file."""
+    """Whether an error does not concern a file's contents: this process lacks memory or descriptors, or may not open
+    the file."""
     if isinstance(error, OSError):
         return error.errno is not None and error.errno not in _DAMAGED | _GONE
     return isinstance(error, MemoryError)

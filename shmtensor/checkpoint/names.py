@@ -118,11 +118,11 @@ class Namer:
         self._directory = directory
 
     def call(self, name: str | None, step: int | None) -> contextlib.AbstractContextManager[None]:
-        """For `with`: while a call of `save` runs. name: the user's; step: in the state."""
+        """For `with`, around a call of `save`. name: the user's; step: that in the state."""
         return contextlib.nullcontext()
 
     def took(self, name: str) -> None:
-        """A save of this name, which `choose` has returned, counts from now on, whatever becomes of it."""
+        """Count a save of this name, which `choose` has returned, whether or not it succeeds."""
 
     def check_alias(self, alias: str | None, name: str, taken: Set[str]) -> str:
         """Check an alias, which another checkpoint may have now; "" for None. Only links are replaced."""
@@ -155,7 +155,7 @@ class Namer:
         return full, step
 
     def _place(self, name: str) -> str:
-        """Where a checkpoint is, for an error."""
+        """The place of a checkpoint, as text for errors."""
         return self._directory.at(name)
 
 
@@ -195,7 +195,7 @@ class RankNamer(Namer):
 
     @contextlib.contextmanager
     def call(self, name: str | None, step: int | None) -> Iterator[None]:
-        """As `Namer.call`. What raises stays among the calls that have not returned."""
+        """As `Namer.call`. A call that raises stays among the calls that have not returned."""
         call = "" if name is not None or step is None else _of_step(step)
         self._calls.append(call)
         yield

@@ -205,8 +205,9 @@ def open_path(path: str | os.PathLike[str], opener: Opener = PLAIN) -> Opened:
 
 
 def persistently(path: str | os.PathLike[str], step: Callable[[], T]) -> T:
-    """What `step` returns, which opens the checkpoint that a path means. It is called again if another checkpoint has
-    got the path meanwhile, or the writer has deleted the one that was found, with a small `keep_last`."""
+    """Call `step`, which opens the checkpoint that a path means, and return its result. It is called again if another
+    checkpoint has got the path meanwhile, or if the writer has deleted the one that was found (with a small
+    `keep_last`)."""
     left = _PATIENCE
     while True:
         left -= 1
@@ -288,8 +289,8 @@ def resolve(path: Location, opener: Opener = PLAIN) -> Location | Opened:
 
 
 def _followed(path: Path) -> Path:
-    """What a link leads to, if that is beside it: links such as `latest` are moved while they are used. Others stay:
-    those of a cache have the names of the files, and their targets have not."""
+    """The target of a link if it lies in the same directory: links such as `latest` are moved while they are used.
+    Other links are not followed: those of a cache have the file names, which their targets lack."""
     for _ in range(_PATIENCE):
         try:
             target = os.readlink(path)
@@ -397,8 +398,9 @@ def newest_first(directory: Location) -> list[tuple[int, Location]]:
 
 
 def each_newest_first(directory: Location) -> Iterator[Location]:
-    """The same, one after the other: what else may be a checkpoint is looked for when those in the list do not do. So
-    to load the newest takes as many requests as long as the list is right, however many checkpoints there are."""
+    """The same, one after the other: other candidates are searched for only when no checkpoint in the list can be
+    loaded. So as long as the list is right, loading the newest takes the same number of requests, however many
+    checkpoints there are."""
     order = index.order(directory)
     for name in sorted(order, key=lambda name: order[name], reverse=True):
         path = directory / name

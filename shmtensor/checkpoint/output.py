@@ -129,7 +129,7 @@ class Output:
 
     @contextlib.contextmanager
     def _using(self, index: int) -> Iterator[_File]:
-        """A file, which stays open meanwhile."""
+        """A context manager in which a file stays open."""
         with self._lock:
             file = self._open.pop(index, None)
             if file is None:
@@ -285,7 +285,7 @@ _JOURNAL: Final = struct.Struct(f"<Q{ENTRY}s")
 
 
 class Sealing(NamedTuple):
-    """What encrypted files say besides their data.
+    """The contents of encrypted files besides their data.
 
     master:   the key-encryption key
     format:   name of the format inside

@@ -58,26 +58,27 @@ def check_ionice(ionice: str | None) -> tuple[str, ...]:
 
 
 class Orders(FileIO):
-    """What a trainer tells its writing processes: a file in memory, their standard input.
+    """The orders of a trainer to its writing processes: a file in memory, which is their standard input.
 
         | 1 byte: "x" once the trainer closes | settings, a line of JSON | secret |
 
-    All but the first byte is there before a process starts, and goes when it has been read. No signal says that the
-    trainer closes: anybody may send one. An argument would have 128 KiB at most, and everybody sees it.
+    All but the first byte is written before a process starts, and removed when it has been read. A signal could not
+    show that the trainer closes, since any program may send one. An argument has 128 KiB at most, and every user can
+    read it.
     """
 
     @property
     def is_closing(self) -> bool:
-        """Whether the trainer closes: nothing is left to be written."""
+        """Whether the trainer closes, so that nothing more will come."""
         return os.pread(self.fileno(), 1, 0) == b"x"
 
     def show_closing(self) -> None:
-        """Say that the trainer closes."""
+        """Set the byte that shows that the trainer closes."""
         os.pwrite(self.fileno(), b"x", 0)
 
     def give(self, settings: dict[str, Any], secret: bytes) -> None:
         """Pass settings and secret to the next process."""
-        self.forget()  # what one that died has not read
+        self.forget()  # a process that died may not have read its own
         os.pwrite(self.fileno(), json.dumps(settings).encode("ascii") + b"\n" + secret, 1)
 
     def read_all(self) -> tuple[dict[str, Any], bytes]:
@@ -97,7 +98,7 @@ class ProcessHandle:
         channel: the writer's channel.
         settings: options of the process, as JSON can hold them.
         prefix: see `check_ionice`.
-        alive: what the process must know of the saves in flight.
+        alive: what the process must know about the saves in flight.
         on_report: called with each report. All callbacks are called in the handle's thread.
         on_death: called with the exit code before each restart; returns `alive` for the next process.
         on_lost: called with the error when there will be no other process.
@@ -163,7 +164,7 @@ class ProcessHandle:
             time.sleep(0.001)  # it has died, and will be started again
 
     def show_end(self) -> None:
-        """Let the process see the end of a work queue that the trainer has never joined, since it has saved nothing."""
+        """Show the process the end of a work queue that the trainer has never joined, since it has saved nothing."""
         if self._ready_or_lost.wait(_REMINDER) and not self.lost:
             with contextlib.suppress(ShmTensorError):  # then it looks within a second
                 Producer(self.channel).close()

@@ -176,8 +176,8 @@ class RankDirectory(Directory):
                 raise ResourceError(error.errno, f"the run on {self.path}: {error.strerror or error}") from None
 
     def end(self) -> None:
-        """Note that every part of this rank is there, and no further one will come: its trainer closes, or is dead. So
-        others need not wait for one. Raises OSError."""
+        """Record that every part of this rank is there, and no further one will come, since its trainer closes or is
+        dead. So other ranks need not wait. Raises OSError."""
         with self.deciding(_DECIDING) as mine:
             found = read(self.path) if mine else None
             if found is not None:  # perhaps that of the next run, which waits for this one
@@ -308,7 +308,7 @@ CLOSED: Final = "closed"
 
 
 class Waiting(NamedTuple):
-    """No decision yet.
+    """The state of a checkpoint that is not decided yet.
 
     missing: the ranks whose parts are missing, with the state of each; empty if processes of an earlier run have
              something to finish, or another process decides
@@ -368,8 +368,8 @@ class Votes:
         # crash: vote.durable
 
     def refuse(self, key: str, reason: str, patience: float = 0.0) -> Outcome | None:
-        """Give the checkpoint up, because this rank's part will not come. Returns the outcome, which may be another,
-        or None if other processes decide for longer than `patience`.
+        """Give the checkpoint up, because this rank's part will not come. Returns the outcome, which may differ, or
+        None if other processes hold the mutex for longer than `patience`.
 
         This rank's part is removed first, so that nobody can commit the checkpoint, and there is room for the outcome.
         If that cannot be written all the same, `refuse_again` does it. OSError: neither is done.
@@ -385,7 +385,7 @@ class Votes:
                     self._refuse(key, reason)
 
     def refuse_later(self, key: str, reason: str) -> None:
-        """Have `refuse_again` give the checkpoint up."""
+        """Leave it to `refuse_again` to give the checkpoint up."""
         self.refused.setdefault(key, f"rank {self._directory.rank}: {reason}")
 
     def _refuse(self, key: str, reason: str) -> Outcome:
@@ -710,7 +710,7 @@ class Votes:
 
 
 def _instead(others: dict[str, dict[int, Vote]], missing: Iterable[int]) -> dict[int, str]:
-    """Of each of these ranks a checkpoint that it has a part in, if there is one that is not decided."""
+    """For each of these ranks, a checkpoint that is not decided and has a part of that rank, if there is one."""
     return {rank: key for key, there in others.items() for rank in there if rank in missing}
 
 

@@ -132,7 +132,7 @@ class _Target:
 
 
 class _Turns:
-    """Who waits for another reader's chunk, until the readers are told to stop."""
+    """Lets a reader wait for another reader's chunk, until the readers are told to stop."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -463,9 +463,9 @@ class Files:
     def fill(self, memory: Array, file: int, offset: int, names: str, *, alone: bool = False) -> None:
         """Fill uint8 memory with the bytes at `offset`. Callable from several threads at once.
 
-        names: of the tensors, for the `CheckpointError` that is raised if the file ends before, or if what is there is
-        not authentic.
-        alone: what lies around it is not read soon
+        names: of the tensors, for the `CheckpointError` that is raised if the file ends too early, or if its bytes are
+               not authentic.
+        alone: the bytes around it will not be read soon
         """
         sealed = self._sealed[file]
         if sealed is not None:

@@ -10,10 +10,10 @@ A file `a/b` of a database is these keys, whose values are at most `PART` bytes:
     committed:  one transaction makes them stay and writes the header and the names in the directories
     cleaned:    the parts of the id that the header had before are deleted
 
-So a file appears, and is replaced, as a whole. Who dies before the commit leaves parts that expire; who dies after it
-may leave parts of an old id, which were made to expire again in the same transaction. If two write one file, the later
-commit wins, and each deletes the parts of the one that it found. A reader whose parts are deleted meanwhile gets an
-error that is no end of the file, reads the new header when it asks again, and sees another tag.
+So a file appears, and is replaced, as a whole. A process that dies before the commit leaves parts that expire; one that
+dies after it may leave parts of an old id, which the same transaction has made to expire. If two write one file, the
+later commit wins, and each deletes the parts of the one that it found. A reader whose parts are deleted meanwhile gets
+an error that is no end of the file, reads the new header when it asks again, and sees another tag.
 
 A directory is there as long as its set has names, as Redis deletes empty sets; its own name may stay in its parent's
 set, where listings leave it out.
@@ -162,7 +162,7 @@ def split_url(url: str) -> tuple[dict[str, Any], str]:
 
 
 def _watch(pipeline: Any, *keys: str) -> None:
-    """Have the transaction fail if one of the keys changes from now on. (redis-py has no types for it.)"""
+    """Make the transaction fail if one of the keys changes from now on. (redis-py has no types for it.)"""
     pipeline.watch(*keys)
 
 

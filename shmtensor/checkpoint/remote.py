@@ -8,8 +8,8 @@ file systems are called by one thread at a time. What is read is compared with d
 Bodies of HTTP and S3 servers are read here, in pieces that go straight into the memory that is to be filled, and with
 limits: fsspec would keep whatever comes, as a whole. An error keeps what has come before it, and the rest is asked for.
 
-Credentials are fsspec's business: its configuration, or the environment. Texts of errors name URLs without user,
-password and query.
+Credentials come from fsspec's configuration, or from the environment. Error texts show URLs without user, password and
+query.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def register() -> None:
-    """Have fsspec know the URLs of Redis, unless somebody has already told it of others. Raises `ImportError`."""
+    """Register the URLs of Redis with fsspec, unless another file system is registered for them. Raises
+    `ImportError`."""
     from fsspec import register_implementation
 
     needs = f"URLs of Redis need redis-py: {how_to_install('redis')}"
@@ -127,9 +128,9 @@ class NoAnswer(OSError):
 
 
 def within(nbytes: int, call: Callable[[], _B]) -> _B:
-    """What `call` returns, made in a thread: for calls that may never return. Raises what it raises; `NoAnswer` if it
-    takes longer than a request that moves `nbytes` may, and `Stopped`. The thread then goes on, and is waited for by
-    nobody, so that `call` must use nothing that may be gone by then."""
+    """Run `call` in a thread and return its result: for calls that may never return. Raises what it raises; `NoAnswer`
+    if it takes longer than a request that moves `nbytes` may; and `Stopped`. In these two cases the thread goes on, and
+    no other thread waits for it, so `call` must use nothing that may be gone by then."""
     done: Future[_B] = Future()
 
     def run() -> None:
@@ -149,7 +150,7 @@ def within(nbytes: int, call: Callable[[], _B]) -> _B:
 
 
 class Stat(NamedTuple):
-    """What a file system says of a file: bytes, and when it was written, 0 if that is not known."""
+    """What a file system reports about a file: bytes, and when it was written, 0 if that is not known."""
 
     st_size: int
     st_mtime_ns: int
@@ -230,7 +231,8 @@ class RemoteFile:
         self._spans, self._whole = [], None
 
     def check(self) -> None:
-        """Raise `Replaced` if another file has come under the name while it was read, as far as anybody says so."""
+        """Raise `Replaced` if another file has got the name while it was read, as far as the server or the file system
+        reports that."""
         self._store.fs.invalidate_cache()
         now = self._store.ask(self._key)
         if now is None or now.get("size") != self.nbytes or tag_of(now) != self._tag:
@@ -246,7 +248,7 @@ class RemoteFile:
         self._lock, self._blocks = threading.Lock(), OrderedDict()
 
     def close(self) -> None:
-        """Nothing is open: further reads of the same call find its blocks."""
+        """Do nothing: no descriptor is open, and further reads of the same call reuse the blocks."""
 
     def __enter__(self) -> RemoteFile:
         return self
@@ -293,7 +295,7 @@ class RemoteFile:
 
 
 class _Store:
-    """What one call knows of a file system."""
+    """The cached state of a file system, for one call of the library."""
 
     def __init__(self, fs: Any) -> None:
         from fsspec.asyn import AsyncFileSystem
@@ -339,11 +341,12 @@ class _Store:
         return without_secrets(str(self.fs.unstrip_protocol(key)))
 
     def replaced(self, key: str) -> Replaced:
-        """The error of a file that is another one by now."""
+        """The error for a file that has been replaced."""
         return Replaced(f"{self.url(key)} was replaced or deleted while it was read: load again")
 
     def call(self, key: str, what: str, function: Callable[[], Any]) -> Any:
-        """What the function returns; it is called again after errors that may pass. Raises OSError, `Stopped`."""
+        """Call the function and return its result; it is called again after errors that may pass. Raises OSError,
+        `Stopped`."""
         return _call(self.url(key), what, function)
 
     def ask_server(self, name: str, *args: Any, nbytes: int = 0, **kwargs: Any) -> Any:
@@ -449,13 +452,13 @@ class _Store:
         return found
 
     def info(self, key: str) -> dict[str, Any] | None:
-        """What the file system says of a name; None if it is not there."""
+        """The properties of a name, from the file system; None if there is no such file."""
         if key not in self._infos:
             self._infos[key] = self.ask(key)
         return self._infos[key]
 
     def ask(self, key: str) -> dict[str, Any] | None:
-        """The same, asked now."""
+        """The same, without the cache."""
         try:
             found: dict[str, Any] = self.call(
                 key, "the server does not say whether it is there", lambda: self.ask_server("info", key)
@@ -536,7 +539,7 @@ def _call(shown: str, what: str, function: Callable[[], Any]) -> Any:
 def _explained(error: BaseException, shown: str, what: str) -> Exception:
     """The error to raise: with a text of ours, and without the one that caused it, which may name secrets."""
     refused = isinstance(error, PermissionError) or "Credentials" in type(error).__name__
-    if has_no_bucket(error.__cause__ or error):  # a slip of the pen, and not an empty place
+    if has_no_bucket(error.__cause__ or error):  # a typing error, not an empty directory
         return ResourceError(2, f"{shown}: there is no such bucket: make it, or correct the URL")
     if isinstance(error, FileNotFoundError):
         if is_missing(error):
@@ -555,7 +558,7 @@ def _explained(error: BaseException, shown: str, what: str) -> Exception:
 
 
 def is_outage(path: object, error: BaseException) -> bool:
-    """Whether an error says that a server failed or refused, and nothing of what is there."""
+    """Whether an error says only that a server failed or refused, and nothing about the files."""
     return isinstance(path, RemotePath) and isinstance(error, ResourceError)
 
 
@@ -645,7 +648,7 @@ class RemotePath:
         return RemotePath(self._store, f"{self._bare}/{name}")
 
     def fresh(self) -> RemotePath:
-        """The same path, of which nothing is known yet."""
+        """The same path without cached information."""
         self.fs.invalidate_cache()
         return RemotePath(_Store(self.fs), self._key)
 

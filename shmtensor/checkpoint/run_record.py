@@ -1,4 +1,4 @@
-"""What the ranks of a run have written for each other: the record of the run, and their votes.
+"""The files through which the ranks of a run communicate: the record of the run, and their votes.
 
 The record, `.shmtensor.run`, is a JSON document that is replaced as a whole, by the process that holds byte 2 of the
 lock file:

@@ -66,7 +66,7 @@ def select(tree: Any, keys: Iterable[str] | str, tensors: Sequence[Entry] | None
 
 
 class _Wanted:
-    """Dotted names, by what a path in a state may have in common with one: however many they are, a path is looked up.
+    """Dotted names, indexed so that a path in a state is looked up at once, however many names there are.
 
     names: themselves
     above: what they begin with, up to each dot
@@ -368,7 +368,7 @@ class InMemory:
         self._data = data
 
     def is_remote(self, file: int) -> bool:
-        """It is in memory."""
+        """False: the bytes are in memory."""
         return False
 
     def fill(self, memory: Array, file: int, offset: int, names: str, *, alone: bool = False) -> None:
@@ -376,7 +376,7 @@ class InMemory:
         memory[:] = self._data[offset : offset + len(memory)]
 
     def check(self, file: int) -> None:
-        """It is what it is."""
+        """Do nothing: memory is not replaced."""
 
 
 class Span(NamedTuple):

@@ -519,7 +519,7 @@ class Offload:
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
-        """Run what is inside on the writer's streams, such as gathering views with gaps."""
+        """A context manager in which work, such as gathering views with gaps, runs on the writer's streams."""
         with contextlib.ExitStack() as stack:
             for stream in self._streams.values():
                 stack.enter_context(self._cuda.on(stream))

@@ -25,14 +25,14 @@ A save without a local copy (`local=False`, `UrlSnapshot`) goes from the slots s
     recorded:  the list of the directory says so as well, if it can be written: from now on the slots are not needed
     done:      the note is removed, the slots are released, and one report makes `durable` and `uploaded` done
 
-Nothing but the slots has the state until it is listed. They outlive the trainer or the writing process: the next
-writing process gets all messages again, and begins anew under the same name, or finds it listed. If every process dies,
-the slots are lost, and with them what was not listed. Files that are at the URL by then are in no list, and the note
-names them: the next process that saves from the directory to the same URL deletes them. What either list has is never
-deleted so. Requests can be carried out late, after they were given up: so each later list at the URL has again what the
-directory's list calls uploaded, and a name that was swept is not given again by the same process.
+Until it is listed, only the slots have the state. They outlive the trainer or the writing process: the next writing
+process gets all messages again, and begins anew under the same name, or finds the checkpoint listed. If every process
+dies, the slots are lost, and with them what was not listed. Files that are at the URL by then are in no list, and the
+note names them: the next process that saves from the directory to the same URL deletes them. What either list has is
+never deleted so. Requests can be carried out late, after they were given up: so each later list at the URL has again
+what the directory's list calls uploaded, and a name that was swept is not given again by the same process.
 
-All that asks the server happens in a thread of `Disk`; the writing process goes on receiving meanwhile.
+All requests to the server are made in a thread of `Disk`; the writing process goes on receiving meanwhile.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Snapshot:
     def can_step(self) -> bool:
         """Whether there is a step to do now: write the next chunk, or finish when all are written."""
         if not self.staged and not self.streams:
-            return False  # while the trainer copies, leave memory bandwidth and cores to it
+            return False  # the trainer is copying: leave memory bandwidth and cores to it
         if not self.begun:
             return True
         return bool(self._writes) or self._next in self._chunks or (self.staged and self._next == len(self.chunks))
@@ -196,7 +196,7 @@ class Snapshot:
         return None
 
     def _read_log(self) -> list[int]:
-        """The chunks that the temporary files have for sure: 0, 1, 2, ..."""
+        """The chunks that are certainly in the temporary files: 0, 1, 2, ..."""
         try:
             with open(self._log_path, encoding="ascii") as file:
                 lines = [json.loads(line) for line in file if line.endswith("\n")]
@@ -487,7 +487,7 @@ class PartSnapshot(Snapshot):
         return now - self._failed < _PATIENCE
 
     def refuse_later(self) -> None:
-        """Have the checkpoint given up, without waiting for that."""
+        """Let the checkpoint be given up later, without waiting."""
         if self.failure is not None:
             self._votes.refuse_later(self.name, reason_of(self.failure))
 
@@ -501,7 +501,7 @@ _MAX_NOTE: Final = 8 << 20
 
 
 class UrlSnapshot(Snapshot):
-    """The messages of one save, and what becomes of them at a URL.
+    """One save without a local copy: its messages, and the files that they become at a URL.
 
     target: opens the URL, in the thread
     """
@@ -528,11 +528,12 @@ class UrlSnapshot(Snapshot):
 
     @property
     def is_sending(self) -> bool:
-        """Whether a thread has it, or had it, and its end is still to be recorded."""
+        """Whether a thread is sending it, or has sent it and the end is not recorded yet."""
         return self._sending is not None
 
     def begin(self, directory: Directory, writer: str) -> Saved | None:
-        """The entry if an earlier process has recorded it. Whether it has listed it, the thread asks the server."""
+        """The entry, if an earlier process has recorded it. The thread finds out from the server whether it is
+        listed."""
         self.begun = True
         self._directory, self._writer = directory, writer
         self._path = directory.temporary(self.name, writer, self.number, NOTE)
@@ -548,7 +549,7 @@ class UrlSnapshot(Snapshot):
         self._next += 1
 
     def complete(self) -> Saved | None:
-        """Begin to send it; when that has ended, its entry. Raises what the thread did."""
+        """Begin to send it; when that has ended, return its entry. Raises what the thread raised."""
         if self._sending is None:
             self.written = 0
             for file, offset, data in self.layout.finish(*self._digests()):
@@ -560,8 +561,8 @@ class UrlSnapshot(Snapshot):
         return self._entry
 
     def commit(self, entry: Saved) -> None:
-        """It is listed: record that, and remove the note. May be repeated. If that fails, the note stays, whose name no
-        process sweeps, since it is in the list at the URL."""
+        """Record that it is listed, and remove the note. May be repeated. If this fails, the note stays; no process
+        deletes the files that it names, since they are in the list at the URL."""
         self.name = entry.name
         directory = self._directory
         try:
@@ -582,16 +583,17 @@ class UrlSnapshot(Snapshot):
         return not (each.name in self._listed or self._directory.is_taken(each.name))
 
     def retain(self, keep: Keep) -> tuple[list[str], list[str]]:
-        """What is at the URL was pruned by the thread. Returns the names."""
+        """The names that the thread has deleted at the URL."""
         return self._pruned, []
 
     def discard_files(self) -> None:
-        """The note stays, as long as what it names may be at the URL. Waits for the thread, which reads the slots."""
+        """Wait for the thread, which reads the slots. The note stays as long as the files that it names may be at the
+        URL."""
         if self._sending is not None:
             wait([self._sending])
 
     def drop_log(self) -> None:
-        """There is none."""
+        """Do nothing: there is no log."""
 
     def release_chunks(self) -> None:
         self._slots.clear()

@@ -213,7 +213,7 @@ class Staging:
             raise Abandoned
 
     def _take_back(self, number: int, status: str = REPLACED, error: BaseException | None = None) -> None:
-        """Have the writing process drop a save that was not staged to its end."""
+        """Make the writing process drop a save that was not completely staged."""
         save = next((save for save in self._saves.in_flight if save.number == number), None)
         if save is None:
             return
@@ -226,11 +226,11 @@ class Staging:
 
 
 class Abandoned(Exception):
-    """The caller of `CheckpointWriter.save` has abandoned the call."""
+    """Raised when the caller of `CheckpointWriter.save` has abandoned the call."""
 
 
 class _Over(Exception):
-    """The save that is being staged has failed in the meantime."""
+    """Raised when the save that is being staged has failed meanwhile."""
 
 
 Marks = list[Any]
@@ -390,7 +390,7 @@ def _is_usual(leaf: Leaf) -> bool:
 
 
 def _marks(names: list[str], sources: Sequence[Any]) -> Marks | None:
-    """What the plan depends on, without references to memory; None if it depends on more."""
+    """The marks: everything that the plan depends on, without references to memory; None if it depends on more."""
     tensors = [source for source in sources if is_tensor(source)]
     kinds = [source.dtype if isinstance(source, np.ndarray) else None for source in sources]
     marks: Marks = [names, kinds]

@@ -1,9 +1,9 @@
 """The threads of one call, which read, digest or write for it.
 
-One rule for their end. After an error, or an exception in the caller (Ctrl-C), no further piece of work begins, and the
-caller goes on as soon as none of them touches its memory any more. Who waits for a server that does not answer
-(`waiting`) is not waited for, and touches nothing afterwards, whenever that is. So the threads are daemons. They are
-made for each call: a forked child inherits none.
+After an error, or an exception in the caller (Ctrl-C), no further piece of work begins, and the caller goes on as soon
+as no thread touches its memory any more. The caller does not wait for threads that wait for a server (`waiting`); these
+touch nothing of it afterwards, even if the server answers late. So the threads are daemons. They are made for each
+call: a forked child inherits none.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class _Group:
             return None if self.over.is_set() else next(self._calls, None)
 
     def count(self, there: int, inside: int) -> None:
-        """Count who comes or goes."""
+        """Change the numbers of threads that have not ended, and of those that may touch the caller's memory."""
         with self._changed:
             self.there += there
             self.inside += inside
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait until all threads have ended, or none is inside and it is over."""
+        """Wait until all threads have ended, or until it is over and none touches the caller's memory."""
         while not self._is_done():
             if stopped():  # the caller is itself a thread of another group
                 self.over.set()

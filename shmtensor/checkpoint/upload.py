@@ -1,4 +1,4 @@
-"""Upload what is durable to a URL: `Uploads`, in the writing process.
+"""Upload durable checkpoints to a URL: `Uploads`, in the writing process.
 
     saved:     the entry in the list of saves says `upload = "pending"`, before the files get their name
     copied:    every file is at the URL, with its size; a file appears there as a whole
@@ -177,12 +177,13 @@ def _replace(remote: RemotePath, put: Callable[[RemotePath], object]) -> None:
 
 
 def _hidden(remote: RemotePath) -> RemotePath:
-    """Where a file is until it is whole, on file systems that show it before."""
+    """The temporary name of a file, on file systems that show incomplete files."""
     return remote.with_name(f".{remote.name}.part")
 
 
 def mark_of(url: str | None) -> str:
-    """What ranks compare to see whether they upload to the same URL; "" for none. It has nothing of its secrets."""
+    """A text that ranks compare to find out whether they upload to the same URL; "" for none. It contains no
+    secrets."""
     return "" if url is None else text(digest(without_secrets(url).encode()))
 
 
@@ -221,7 +222,7 @@ class Target:
         )  # fmt: skip
 
     def is_away(self) -> bool:
-        """Whether the server does not answer a small question, or refuses to. It is asked once."""
+        """Whether the server fails to answer one small request, or refuses it."""
         path = self.path / index.INDEX
         path.fs.invalidate_cache()
         try:
@@ -446,10 +447,10 @@ class Uploads:
             return bool(self._waiting or self._current or self._ended)
 
     def release(self, ended: Ended) -> None:
-        """What has ended is noted in the local list, or cannot be. Nothing is held meanwhile."""
+        """Do nothing: an ended upload, which is recorded in the local list or cannot be, holds no resource."""
 
     def stop(self) -> None:
-        """Leave what is not uploaded to the next writing process."""
+        """Stop: checkpoints that are not uploaded are left to the next writing process."""
         with self._changed:
             self._stop = True
             self._waiting.clear()
@@ -545,7 +546,7 @@ class Marks:
 
 
 def sweep_marks(directory: Directory) -> None:
-    """Remove the marks of what is uploaded, or gone."""
+    """Remove the marks of checkpoints that are uploaded, or gone."""
     pending = {(entry.name, entry.writer) for entry in index.read(directory.path) if entry.upload == PENDING}
     for found in directory.names():
         match = _MARKS.fullmatch(found)

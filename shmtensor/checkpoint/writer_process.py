@@ -59,10 +59,10 @@ _MOST_TEXT: Final = 2000
 
 
 class Records(logging.Handler):
-    """What any thread of this process logs, and its warnings, until it is reported: the trainer logs it again.
+    """Collects log records and warnings of all threads of this process until they are reported: the trainer logs them.
 
-    Of the library's loggers alone: those of others may log requests with what signs them. The newest of many, and the
-    beginning of long ones.
+    Only records of the library's loggers: those of other libraries may contain requests with their signatures. Of many
+    records the newest are kept, and of long ones the beginning.
     """
 
     def __init__(self) -> None:
@@ -242,7 +242,7 @@ class Worker:
         return self._target
 
     def _take_in(self, message: Message) -> None:
-        """Add a message to its snapshot, or carry out an `abandon`."""
+        """Add a received message to its snapshot, or carry out an `abandon`."""
         kind, number = message.meta["k"], message.meta["n"]
         if kind == ABANDON:
             self._abandon(number, force=message.meta["force"])
@@ -418,7 +418,7 @@ class Worker:
             return
 
     def _end_parts(self) -> None:
-        """Say once that no further part of this rank comes."""
+        """Record once that no further part of this rank will come."""
         if isinstance(self._directory, RankDirectory) and not self._directory.has_ended:
             with contextlib.suppress(OSError):  # tried again
                 self._directory.end()
@@ -466,7 +466,7 @@ class Worker:
     # --- uploads
 
     def _resume_uploads(self) -> None:
-        """Go on where an earlier process has ended: report what it had uploaded, and upload what is pending."""
+        """Continue the uploads of an earlier process: report the finished ones, and upload what is pending."""
         if self._uploads is None:
             return
         entries = index.read(self._directory.path)
@@ -492,7 +492,7 @@ class Worker:
         return next((each for each in entries if (each.name, each.writer) == (name, run)), None)
 
     def _await_upload(self, number: int, entry: Saved | None, name: str) -> None:
-        """The trainer waits for the upload of this save: report it when it has ended, or now."""
+        """Report the upload of this save, for which the trainer waits, when it has ended, or now if it has."""
         if self._uploads is None:
             return
         is_noted = entry is None and isinstance(self._directory, RankDirectory) and self._directory.was_uploaded(name)
