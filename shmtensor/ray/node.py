@@ -34,7 +34,7 @@ _LINGER_S: Final = 1.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What each node is told once. For the fields that are not here see `relays`.
+    """The settings that each node gets once. For the fields that are not described here see `relays`.
 
     user: a word that only the relays of one call of `relays` know: they refuse all others.
     """
@@ -67,18 +67,18 @@ class NodeStatistics:
     address: str
     """The endpoint at which it listens, such as `"tcp/192.0.2.7:21234"`; empty if it does not."""
     host: str
-    """What is the same for nodes that share a `/dev/shm`; empty before it has reported."""
+    """A text that is equal for nodes that share a `/dev/shm`; empty before the node has reported."""
     starts: int
     """How often its actor was started."""
     received: dict[str, RelayStatistics] = field(default_factory=dict)
-    """By channel: what came from other nodes."""
+    """Counters of the messages that came from other nodes, by channel."""
     sent: dict[str, dict[str, RelayStatistics]] = field(default_factory=dict)
-    """By the other node's ID, then by channel: what goes there."""
+    """Counters of the messages sent to other nodes, by the other node's ID, then by channel."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a node answers: the fields of `NodeStatistics` that it knows itself."""
+    """The answer of a node: the fields of `NodeStatistics` that it knows itself."""
 
     host: str
     address: str

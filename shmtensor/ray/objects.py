@@ -79,15 +79,15 @@ def unregister() -> None:
 
 
 def _reducers() -> Any:
-    """What Ray pickles by a function that was registered, by class."""
+    """The functions by which Ray pickles objects, by class."""
     from ray import cloudpickle
 
     return cloudpickle.CloudPickler.dispatch
 
 
 def _flatten(tensor: Any) -> tuple[Any, ...]:
-    """What is pickled instead of a tensor: its description, and its bytes as an array, which are not copied if they are
-    dense; or torch's own function, and its arguments."""
+    """The function and arguments that are pickled instead of a tensor: its description, and its bytes as an array,
+    which are not copied if they are dense; or torch's own function and arguments."""
     if not (tensor.requires_grad or tensor.__dict__ or tensor.device.type != "cpu"):
         span = _span(tensor)
         if span < tensor.numel():
@@ -107,7 +107,7 @@ def _flatten(tensor: Any) -> tuple[Any, ...]:
 
 
 def _span(tensor: Any) -> int:
-    """Over how many elements of its storage it extends: of a tensor of `expand` fewer than it has."""
+    """The number of elements of its storage that a tensor spans; after `expand` that is fewer than it has."""
     if tensor.layout is not import_torch().strided or tensor.is_nested or tensor.is_quantized or not tensor.numel():
         return int(tensor.numel())
     return 1 + sum((int(size) - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True))

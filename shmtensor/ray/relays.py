@@ -157,8 +157,8 @@ class _Node:
 class Relays(Local):
     """What `relays` returns: the relays of a cluster, until it is closed. A context manager.
 
-    Of one process: others need none, they use the channels by name. In `statistics()` and `wait()`, a node is named by
-    its ID in Ray.
+    It belongs to one process; other processes do not need it, and use the channels by name. In `statistics()` and
+    `wait()`, a node is named by its ID in Ray.
     """
 
     def __init__(self, ray: Any, settings: Settings, only: frozenset[str] | None) -> None:
@@ -215,7 +215,7 @@ class Relays(Local):
             return False
 
     def _round(self) -> bool:
-        """Look who is there, say it to all, and take what they answer. Returns whether nothing is under way."""
+        """List the nodes, send the list to all of them, and take their answers. Returns whether no call is pending."""
         alive = {
             it["NodeID"]: it["NodeManagerAddress"]
             for it in self._ray.nodes()
@@ -270,7 +270,7 @@ class Relays(Local):
         node.starts += 1
 
     def _take(self, node: _Node) -> None:
-        """The answer of a node: its report; or its actor has died, and is replaced."""
+        """Handle the answer of a node: its report, or the death of its actor, which is then replaced."""
         pending, node.pending = node.pending, None
         try:
             report = self._ray.get(pending)
@@ -326,7 +326,7 @@ class Relays(Local):
                 self._changed.wait(remaining)
 
     def _missing(self) -> list[str]:
-        """What is not as it should be. Raises what will not become better by waiting."""
+        """What is still missing. Raises errors that waiting will not solve."""
         table = self._table()
         missing = [] if self._nodes else ["no node is alive" if self._only is None else "none of nodes= is alive"]
         for node in self._nodes.values():

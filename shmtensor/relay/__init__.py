@@ -1,1 +1,1 @@
-"""A channel of this host on another one: docs/internals/relay.md."""
+"""Relays: they extend a channel of this host to another one. See docs/internals/relay.md."""

@@ -1,4 +1,5 @@
-"""The ends of a relay in the channels: ordinary members, whose messages stay the bytes that they are."""
+"""The endpoints of a relay in the channels: ordinary members, which pass messages on as bytes, without decoding
+them."""
 
 from __future__ import annotations
 
@@ -75,18 +76,18 @@ _T = TypeVar("_T")
 
 
 class Batches(Generic[_T]):
-    """Takes what is there together."""
+    """Takes messages in batches."""
 
     @abstractmethod
     def next(self, timeout: float) -> _T | None:
         """The next message, or None."""
 
     def at_once(self) -> _T | None:
-        """Another one that is there; `next` finds those that this does not."""
+        """Another message that is there already; `next` finds those that this does not."""
         return self.next(0)
 
     def take(self, timeout: float, most: int, nbytes: int) -> list[_T]:
-        """The next message, if it comes in time, and others behind it: so many, or until they have so many bytes."""
+        """The next message, if it comes in time, and messages after it, up to `most` of them or a total of `nbytes`."""
         message, found = self.next(timeout), []
         with contextlib.suppress(ShmTensorError):  # what is taken is passed on; the next call meets it again
             while message is not None:
@@ -97,12 +98,12 @@ class Batches(Generic[_T]):
 
 
 class _NearEnd(Batches[Message], AsyncReceiver):
-    """What a relay's subscriber and consumer have in common. `Message.value` is the payload, `meta` the description."""
+    """Base of a relay's subscriber and consumer. `Message.value` is the payload, `meta` the description."""
 
     avoided = 0
-    """The hash of the far channel: what came from there does not go back."""
+    """The hash of the far channel: messages that came from there do not go back."""
     transit = True
-    """Whether to relay what another relay brought here."""
+    """Whether to relay messages that another relay brought to this host."""
     refusal = ""
     """Why this channel cannot be relayed; empty if it can."""
     _flags = ctl.RELAY
@@ -170,8 +171,8 @@ class _NearEnd(Batches[Message], AsyncReceiver):
 
 
 class NearSubscriber(_NearEnd, Subscriber):
-    """Takes every message of a fan-out, or the newest, as it is. What came from the far channel does not come here: its
-    senders see by the label that this one leads back.
+    """Takes every message of a fan-out, or the newest, as bytes. It gets no messages that came from the far channel:
+    their senders see by its label that this relay leads back.
 
     Args:
         before: what it replaces, as it leads elsewhere: what was sent to that one only is taken from there, first.
@@ -251,8 +252,8 @@ class NearSubscriber(_NearEnd, Subscriber):
 
 
 class NearConsumer(_NearEnd, Consumer):
-    """Takes messages of a work queue as they are. Those that came from the far channel it leaves to others: so
-    `avoided` is given before it joins."""
+    """Takes messages of a work queue as bytes. It leaves those that came from the far channel to others: so `avoided`
+    is set before it joins."""
 
     _leaves_alone = True
 
@@ -263,7 +264,8 @@ class NearConsumer(_NearEnd, Consumer):
     is_onward = False
 
     def show_onward(self, is_there: bool) -> None:
-        """Show whether somebody there takes what this one takes: else it is no audience of the relays that bring it."""
+        """Show whether a consumer of the far host takes messages: if not, other relays do not count this one as a
+        consumer."""
         self._run(self._counters.put, ctl.C_ONWARD, int(is_there))
         self.is_onward = is_there
 
@@ -325,7 +327,7 @@ def _may_serve(segment: Any, words: Any, index: int, paths: Collection[Sequence[
 
 
 class NearRequestReceiver(_NearEnd, RequestReceiver):
-    """Takes the requests of a service as they are, if no server of this host is about to take them."""
+    """Takes the requests of a service as bytes, if no server of this host is about to take them."""
 
     _leaves_alone = True
     _claims: Claims
@@ -392,11 +394,11 @@ def _age(reader: Any) -> int:
 
 
 class NearReplyReceiver(_NearEnd, ReplyReceiver):
-    """Receives replies as they are."""
+    """Receives replies as bytes."""
 
 
 class Filling:
-    """A message that is copied into its slot part by part. It is seen when `finish` was called, and never otherwise."""
+    """A message that is copied into its slot part by part. Receivers see it only after `finish`."""
 
     def __init__(self, commit: Any, ring: Ring, slot: int, out: Encoded, array: Any) -> None:
         self._commit, self._ring, self._slot, self._out, self._array = commit, ring, slot, out, array
@@ -424,12 +426,12 @@ class Filling:
 
 
 class _FarEnd(AsyncSender):
-    """What a relay's senders have in common."""
+    """Base of a relay's senders."""
 
     _describe: Any = staticmethod(raw.encode)
 
     def forward(self, item: Item, timeout: float) -> int:
-        """Send a whole message as it is. As `send`."""
+        """Send a whole message as bytes. As `send`."""
         return self.send(item.payload, item.description, timeout=timeout)
 
     def fill(self, first: Part, timeout: float) -> Filling:
@@ -468,7 +470,7 @@ class _FarEnd(AsyncSender):
 
 
 class _Onward(_FarEnd):
-    """A sender of what a near relay brings. The label names the channels that it came through: the relays that lead
+    """Sends messages that a near relay brings. Its label names the channels that they came through: relays that lead
     back there get nothing, are not waited for, and not woken."""
 
     _flags = ctl.RELAY
@@ -480,7 +482,7 @@ class _Onward(_FarEnd):
 
 
 class _WithAudience(_Onward):
-    """One whose receivers decide what the near relay takes."""
+    """A sender whose receivers decide what the near relay takes."""
 
     def audience(self) -> int:
         """Who receives its messages: see frames.py."""
@@ -499,7 +501,7 @@ class _WithAudience(_Onward):
 
 
 class FarPublisher(_WithAudience, Publisher):
-    """Publishes messages of a fan-out as they are."""
+    """Publishes messages of a fan-out as bytes."""
 
     _traits = SenderTraits(FAN_OUT)
 
@@ -510,7 +512,8 @@ class FarPublisher(_WithAudience, Publisher):
 
 
 class FarProducer(_WithAudience, Producer):
-    """Sends messages of a work queue as they are. What is not done here is not lost: the near host has it."""
+    """Sends messages of a work queue as bytes. Messages that are not done on this host are not lost: the near host
+    keeps them."""
 
     _traits = SenderTraits(WORK_QUEUE)
 
@@ -537,7 +540,7 @@ class FarProducer(_WithAudience, Producer):
         return found
 
     def withdraw(self, words: memoryview, at: int, seq: int) -> bool:
-        """Finish a message whose `done_word` that is, as a consumer would. False: one has it, or it is done."""
+        """Finish the message with this `done_word`, as a consumer would. False if a consumer has it, or it is done."""
         if self._state or words[at] >= seq or not self._sequences.locks.try_exclusive(seq):
             return False
         try:
@@ -551,7 +554,7 @@ class FarProducer(_WithAudience, Producer):
 
 
 def was_claimed(words: memoryview, at: int, seq: int) -> bool:
-    """Whether a consumer has, or had, the message whose `done_word` that is."""
+    """Whether a consumer has, or had, the message with this `done_word`."""
     return words[at - DONE + CLAIMED] == seq
 
 
@@ -573,7 +576,7 @@ class FarCall(Call):
 
 
 class FarRequestSender(_Onward, RequestSender):
-    """Sends requests of a service as they are."""
+    """Sends requests of a service as bytes."""
 
     _traits = replace(RequestSender._traits, carries_context=False)
 
@@ -598,7 +601,7 @@ class FarRequestSender(_Onward, RequestSender):
 
 
 class NearReplySender(_FarEnd, ReplySender):
-    """Publishes replies to a client as they are."""
+    """Publishes replies to a client as bytes."""
 
     def post_reply(self, seq: int, payload: Any, description: bytes) -> None:
         """As `post`, of a whole reply to request `seq`."""

@@ -1,4 +1,4 @@
-"""Requests over a relay, the far side: it is a client there, which passes replies back to the near one.
+"""Requests over a relay, the far side: a client on the servers' host, which passes replies back to the near relay.
 
 posted -> ended (a reply, a verdict, withdrawn) -> sent -> confirmed; docs/internals/relay.md.
 """
@@ -45,7 +45,7 @@ log = logging.getLogger("shmtensor.relay")
 
 
 class _Ended:
-    """How a request ended there, as something to send: a reply, or why there is none."""
+    """The end of a request on this host, as an item to send: a reply, or the reason why there is none."""
 
     def __init__(
         self, number: int, end: int, attempts: int, message: Message | None = None, described: bytes = b""
@@ -59,13 +59,13 @@ class _Ended:
         return (b"", self._described) if message is None else (message.value, self._described + message.meta)
 
     def release(self) -> None:
-        """The near relay has it."""
+        """Release it: the near relay has received it."""
         if self._message is not None:
             self._message.release()
 
 
 class FarClient:
-    """What posts the requests of one near client, and receives their replies."""
+    """Posts the requests of one near client, and receives their replies."""
 
     def __init__(self, service: FarService, name: str, *, slots: int | None, max_bytes: Any, label: str) -> None:
         self._service = service
@@ -79,7 +79,7 @@ class FarClient:
 
     @property
     def calls(self) -> dict[int, FarCall]:
-        """What is posted and has not ended, by its number in the ring."""
+        """The requests that are posted and have not ended, by their sequence numbers."""
         return self.requests.calls  # type: ignore[return-value]
 
     def forward(self, item: Item, timeout: float) -> int:
@@ -97,7 +97,7 @@ class FarClient:
         return _FillingRequest(filling, lambda: self._service.note_posted(self, call))
 
     def close(self) -> None:
-        """The near client has left: what it asked for is cancelled."""
+        """Cancel the client's requests, since it has left the near channel."""
         self._service.remove(self)
         self.requests.close()
         self.answers.close()
@@ -197,12 +197,12 @@ class FarService:
             self._thread = thread
 
     def add(self, client: FarClient) -> None:
-        """A near client's requests come."""
+        """Add a near client, whose requests will come."""
         with self._changed:
             self._clients.append(client)
 
     def remove(self, client: FarClient) -> None:
-        """It has left: nobody waits for its replies."""
+        """Remove a near client that has left."""
         with self._changed:
             if client in self._clients:
                 self._clients.remove(client)
@@ -293,7 +293,7 @@ class FarService:
     # --- Zenoh's threads
 
     def confirm(self, frame: State) -> None:
-        """The near relay has replies. Raises `WireError`."""
+        """Note that the near relay has received replies. Raises `WireError`."""
         with self._changed:
             if frame.attempt != self._attempt:
                 return
@@ -315,7 +315,7 @@ class FarService:
             return is_late and self._attempt == attempt and len(self._window) > 0
 
     def cancel(self, frame: Cancel, received: int) -> None:
-        """The replies to these requests are not wanted."""
+        """Cancel these requests: their replies are not wanted."""
         numbers = set(frame.numbers)
         with self._changed:
             found = [(it, call) for it in self._clients for call in list(it.calls.values()) if call.number in numbers]

@@ -11,8 +11,9 @@ _OF_FRAME: Final = 1024
 
 
 class FrameQueue:
-    """Frames, in order, within a bound. Of a `STATUS` that comes right behind another one, only the newer one waits: a
-    near relay says one each second, also while nothing is taken for want of a slot. A replay is older.
+    """A bounded queue of frames, in order. If a `STATUS` comes right after another one, only the newer one is kept: a
+    near relay sends one each second, also while nothing is taken for lack of a slot. (A replayed one is older, and
+    dropped.)
 
     Args:
         nbytes, frames: how many bytes of bodies wait at most, and how many frames.
@@ -65,7 +66,7 @@ class FrameQueue:
         return head, body
 
     def note_done(self, head: bytes, body: Any) -> None:
-        """A frame that `get` returned is not kept any more."""
+        """Note that a frame that `get` returned is not kept any more."""
         with self._lock:
             self._nbytes -= _size(head, body)
 

@@ -82,7 +82,7 @@ Body = Any
 
 @dataclass(frozen=True)
 class Frame:
-    """What every frame has."""
+    """Base of all frames."""
 
     KIND: ClassVar[int] = 0
 
@@ -102,7 +102,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Hello(Frame):
-    """A near relay looks for a far one, or begins anew with one that it has."""
+    """From a near relay that looks for a far one, or begins anew with the one that it has."""
 
     KIND = HELLO
 
@@ -122,7 +122,8 @@ class Hello(Frame):
 
 @dataclass(frozen=True)
 class Welcome(Frame):
-    """A far relay takes items: so many messages unacknowledged, so many bytes not consumed, from `received` + 1 on."""
+    """From a far relay that accepts a near one: it takes items from `received` + 1 on, with limits for unacknowledged
+    messages and for bytes not consumed."""
 
     KIND = WELCOME
 
@@ -139,7 +140,7 @@ class Welcome(Frame):
 
 @dataclass(frozen=True)
 class Refuse(Frame):
-    """A far relay does not take this near one. The body says why."""
+    """From a far relay that does not accept a near one. The body says why."""
 
     KIND = REFUSE
 
@@ -206,12 +207,12 @@ class Sender:
 
 @dataclass(frozen=True)
 class Status(Frame):
-    """What was sent, and by a near relay, whose messages."""
+    """What was sent; from a near relay, also which senders there are."""
 
     KIND = STATUS
 
     number: int
-    """From 1 within an attempt: one that comes again is no news of the senders."""
+    """Its number within an attempt, from 1: a replayed one changes nothing about the senders."""
     sent: int
     nbytes: int
     """Bytes of all bodies of this attempt."""
@@ -235,7 +236,7 @@ class State(Frame):
     acknowledged: int
     consumed: int
     gap: bool
-    """Items are missing: begin anew."""
+    """Whether items are missing, so that the sender must begin anew."""
     audience: int
     ranges: Sequence[tuple[int, int]] = ()
     """First and last number of items that are acknowledged beyond `acknowledged`."""
@@ -255,7 +256,7 @@ class State(Frame):
 
 @dataclass(frozen=True)
 class Bye(Frame):
-    """One side leaves; `ends`: for good, its senders with it."""
+    """From a side that leaves; `ends`: for good, with its senders."""
 
     KIND = BYE
 
@@ -279,7 +280,7 @@ class Cancel(Frame):
 
 @dataclass(frozen=True)
 class RequestNote:
-    """What a request has beside its value: the first bytes of its item's description."""
+    """The properties of a request besides its value: the first bytes of its item's description."""
 
     remaining: int
     """Nanoseconds until the client's time-out; 0: none."""

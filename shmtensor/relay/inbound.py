@@ -1,4 +1,4 @@
-"""The far side of a channel: puts what near relays send into rings of its own, and says what it has.
+"""The far side of a channel: it puts what near relays send into rings of its own, and reports what it has received.
 
 Each near relay has a `Stream`. docs/internals/relay.md.
 """
@@ -99,7 +99,7 @@ class Inbound:
             stream.welcome(frame, is_there)
 
     def _objection(self, frame: Hello) -> str:
-        """Why that near relay is not served; empty if it is."""
+        """Why a near relay is not accepted; empty if it is."""
         if (frame.record, frame.description) != (record.VERSION, spec.VERSION):
             return (
                 f"the near relay has messages of record version {frame.record} and description version "
@@ -115,7 +115,7 @@ class Inbound:
         return ""
 
     def refuse(self, near: int, attempt: int, why: str) -> bool:
-        """Answer a near relay, which asks again later. Returns whether that reason is a new one, which is logged."""
+        """Refuse a near relay, which asks again later. Returns whether the reason is a new one, which is logged."""
         is_new = self._tell(near, why)
         with self.lock:
             self.refused += 1
@@ -125,18 +125,19 @@ class Inbound:
         return is_new
 
     def note_shortage(self, near: int, why: str) -> None:
-        """What a near relay has sent waits, since something is short here."""
+        """Log that a near relay's items wait, since this host lacks a resource."""
         if self._tell(near, why):
             log.error("relay of channel %s holds up near relay %016x, and goes on trying: %s", self.name, near, why)
 
     def note_supply(self, near: int) -> None:
-        """What was told of a near relay is over."""
+        """Log that a shortage that was logged for a near relay is over."""
         with self.lock:
             self._told.pop(near, None)
         log.info("relay of channel %s: near relay %016x goes on", self.name, near)
 
     def _tell(self, near: int, why: str) -> bool:
-        """Whether it is to be logged what is the matter with a near relay: it was not, since something else was."""
+        """Whether the reason why a near relay is not served must be logged: it differs from the one that was logged
+        last."""
         with self.lock:
             is_new = self._told.get(near) != why
             if len(self._told) > _MOST_STREAMS:
@@ -225,7 +226,7 @@ class Inbound:
                 self.lock.wait(remaining)
 
     def drain(self, deadline: float) -> None:
-        """Nothing to wait for: what is not acknowledged, the near relay has."""
+        """Do nothing: the near relay keeps what is not acknowledged."""
 
     def stop(self) -> None:
         """Take nothing more: `close` follows."""

@@ -1,4 +1,4 @@
-"""Requests over a relay, the near side: it is a server here, whose replies come from the far one.
+"""Requests over a relay, the near side: a server on the clients' host, whose replies come from the far relay.
 
 taken -> sent -> ended (replied to, a verdict, cancelled, given back) -> acknowledged; docs/internals/relay.md.
 """
@@ -45,7 +45,7 @@ log = logging.getLogger("shmtensor.relay")
 
 
 class Taken:
-    """A request that a near relay has taken, as something to send."""
+    """A request that a near relay has taken, as an item to send."""
 
     def __init__(self, service: NearService, request: Request) -> None:
         self._service, self._request = service, request
@@ -75,7 +75,7 @@ class Taken:
     # --- its end: once
 
     def finish(self, verdict: int = 0, attempts: int | None = None) -> None:
-        """It is done; `verdict` says why it has no reply. `attempts`: how many servers have had it."""
+        """Mark it as done; `verdict` says why it has no reply. `attempts`: how many servers have had it."""
         self._end(attempts, lambda: self._service.requests.finish(self._record, verdict))
 
     def finish_if_unwanted(self, *, asks: bool) -> bool:
@@ -96,11 +96,12 @@ class Taken:
         return False
 
     def give_back(self, attempts: int | None = None) -> None:
-        """Another server gets it. `attempts`: how many have had it; None: this relay counts as one."""
+        """Give it back, for another server. `attempts`: how many servers have had it; None: this relay counts as
+        one."""
         self._end(attempts, lambda: self._service.requests.give_back(self._request))
 
     def _end(self, attempts: int | None, end: Callable[[], object]) -> None:
-        """End it here, once."""
+        """End it on this host, once."""
         with self._service.ending:
             record, self.is_ended = self._record, True
             if record.is_released:
@@ -110,7 +111,7 @@ class Taken:
             end()
 
     def give_up(self) -> None:
-        """The far side that had it is gone: another server gets it, if it may be tried again."""
+        """Give it back because the far side that had it is gone: another server gets it, if it may be tried again."""
         if self.is_ended:
             return
         if not self.is_sent:
@@ -146,7 +147,7 @@ class Taken:
         return self._record.seq
 
     def finish_replied(self) -> None:
-        """Its reply is published."""
+        """Finish it: its reply is published."""
         # crash: relay.answered
         with self._service.ending:
             self.is_ended = True
@@ -154,7 +155,7 @@ class Taken:
                 self._service.requests.count_and_finish(self._record, True, False)
 
     def release(self) -> None:
-        """The far side has nothing more of it: if it did not say how it ended, it has dropped it."""
+        """Release it: the far side has ended it. If it did not say how, it has dropped the request."""
         if not self.is_ended:
             self.finish(DROPPED)
 
@@ -260,7 +261,7 @@ class Replying:
         self._queue.put((ids, nbytes, None))
 
     def feed(self, frame: Items | Part | Status, nbytes: int) -> None:
-        """A frame has come. In Zenoh's threads."""
+        """Handle a frame that has come. Called in Zenoh's threads."""
         with self._lock:
             is_allowed = self._queued <= 2 * (self._most + MOST_FRAME)
             if is_allowed:
@@ -320,7 +321,7 @@ class Replying:
             self.say()
 
     def say(self) -> None:
-        """Say what has come: after replies, and with each STATUS."""
+        """Report what has been received: after replies, and with each STATUS."""
         with self._lock:
             ids, received, consumed = self._ids, self._received, self._consumed
         if ids[0]:

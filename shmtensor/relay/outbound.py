@@ -1,4 +1,4 @@
-"""The near side of a channel: takes its messages, sends them, keeps each until the far side has acknowledged it.
+"""The near side of a channel: it takes messages, sends them, and keeps each until the far side has acknowledged it.
 
     SEEKING -> WELCOME -> OPEN -> gap, BYE, token gone, silence -> SEEKING
             -> REFUSE  -> REFUSED -> (as SEEKING)
@@ -85,7 +85,7 @@ _MOST_ANNOUNCED: Final = 240
 
 @dataclass(frozen=True)
 class _Gone:
-    """The far relay of this attempt is not there any more."""
+    """Raised when the far relay of this attempt is not there any more."""
 
     attempt: int
 
@@ -273,7 +273,7 @@ class Outbound:
             self._hold_up(str(error))
 
     def _hold_up(self, why: str) -> None:
-        """Something is short: a pause, then the same again."""
+        """Pause and then retry, because this host lacks a resource."""
         with self._changed:
             is_new = self._shortage != why
             self._shortage = self.reason = why
@@ -288,7 +288,7 @@ class Outbound:
                 self._changed.wait(remaining)
 
     def _note_supply(self) -> None:
-        """What was short is there again."""
+        """Note that the lacking resource is available again."""
         if self._shortage:
             with self._changed:
                 self._shortage = self.reason = ""
@@ -574,7 +574,7 @@ class Outbound:
         return room if self._pattern == FAN_OUT or self._audience == LOSSLESS else 0
 
     def _add(self, sending: ItemSender[Sent], messages: list[Sent]) -> None:
-        """Number messages, and send them."""
+        """Number messages and send them."""
         # crash: relay.taken
         if not {int(it.id, 16) for it in set(map(_sender_of, messages))} <= {it.uid for it in self._told}:
             messages = self._announceable(messages)

@@ -1,4 +1,4 @@
-"""What a near relay knows of being refused, over all attempts: each of them may come as far as to be connected."""
+"""A near relay's state about refusals, kept over all attempts, since each attempt may get as far as a connection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOST_S: Final = 30.0
 
 
 class Refusal:
-    """Why a far relay takes nothing, as it was said first, since when, and whether that is over.
+    """Why a far relay takes nothing (the first reason), since when, and whether that is over.
 
     Used under the lock of its channel.
     """

@@ -248,7 +248,7 @@ class Relay(Local):
         self._finish(linger)
 
     def _finish(self, linger: float = _LINGER_S) -> None:
-        """`close`, but that another call which lingers goes on with it. For the end of the program."""
+        """As `close`, but another call that lingers goes on. For the end of the program."""
         if not self._closing.is_over and self._pid == os.getpid():
             aside(
                 lambda: self._closing.run(lambda: self._end(linger)), "shmtensor relay end", wait=not is_own(),
@@ -279,7 +279,8 @@ class Relay(Local):
         return "make a Relay of its own in the other process"
 
     def __del__(self) -> None:
-        """Close it, as an interrupted constructor can no more. Not here: this may be any thread, at any moment."""
+        """Close the relay, for instance after an interrupted constructor. Not in this thread: a finalizer may run in
+        any thread, at any moment."""
         if getattr(self, "_session", None) is not None and not self._closing.is_over and self._pid == os.getpid():
             _dropped.put(self.close)
 

@@ -1,4 +1,4 @@
-"""How items are sent: in order, small ones together in a frame, large ones in parts, as far as there is credit."""
+"""Sends items in order, small ones together in a frame, large ones in parts, as far as there is credit."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class Session:
         self._callbacks: list[_Guarded] = []
 
     def sender(self, key: str) -> Sender:
-        """What sends under a key."""
+        """A `Sender` for a key."""
         zenoh = self._zenoh
         publisher = self._session.declare_publisher(
             key, congestion_control=zenoh.CongestionControl.BLOCK, priority=zenoh.Priority.DATA,

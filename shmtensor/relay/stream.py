@@ -1,4 +1,4 @@
-"""What one near relay sends to the far side: put into rings there, with a thread of its own.
+"""The items of one near relay, on the far side: a thread puts them into rings of the far channel.
 
 The thread parses, checks, copies into slots and publishes. Zenoh's threads only append to its queue.
 docs/internals/relay.md.
@@ -71,7 +71,7 @@ _KIND_AT: Final = 13
 
 @dataclass(frozen=True)
 class Terms:
-    """What a far relay offers each near one, and how it makes its senders."""
+    """The limits that a far relay offers each near one, and the options of its senders."""
 
     messages: int
     nbytes: int
@@ -82,23 +82,23 @@ class Terms:
 
 
 class _OfBefore(Exception):
-    """A frame's attempt is over, or its stream: nothing more of it is taken."""
+    """Raised when the attempt of a frame, or its stream, is over: nothing more of it is taken."""
 
 
 class _Refused(Exception):
-    """What this near relay has sent cannot be taken now: another attempt may do better."""
+    """Raised when the items of a near relay cannot be taken now: another attempt may succeed."""
 
 
 _Far = FarPublisher | FarProducer | FarClient
 
 
 def _kind_of(error: Exception) -> tuple[type, int | None]:
-    """What is short, whatever the text says of it, such as the bytes that are free."""
+    """The kind of a shortage, regardless of details in the text such as the number of free bytes."""
     return type(error), getattr(error, "errno", None)
 
 
 class Stream:
-    """What one near relay sends."""
+    """The stream of one near relay."""
 
     def __init__(self, inbound: Inbound, hello: Hello) -> None:
         self._inbound, self._terms = inbound, inbound.terms
@@ -217,7 +217,7 @@ class Stream:
             self._inbound.count_bad(error)
 
     def _acknowledge(self, numbers: Sequence[int]) -> None:
-        """Of a service: the near relay needs these items no more."""
+        """Acknowledge these items of a service: the near relay needs them no more."""
         with self._lock:
             for number in numbers:
                 self._incoming.acknowledge(number)
@@ -226,7 +226,7 @@ class Stream:
         self._queue.wake()
 
     def note_presence(self, is_there: bool) -> None:
-        """The near relay's token has come or gone."""
+        """Note that the near relay's token has appeared or disappeared."""
         with self._lock:
             self._away_since = None if is_there else time.monotonic()
 
@@ -462,7 +462,7 @@ class Stream:
             self._note_published(frame.number, uid, seq, filling.nbytes)
 
     def _is_sound(self, number: int, description: bytes, nbytes: int) -> bool:
-        """Whether receivers could read an item. One that they could not is passed over, as they would do."""
+        """Whether receivers can read an item. One that they cannot read is skipped, as they would skip it."""
         try:
             if self._service is not None:
                 self._service.begin(number, description)
@@ -611,7 +611,7 @@ class Stream:
             self._leaving.add(key)
 
     def _withdraw(self, numbers: Sequence[int]) -> None:
-        """The near relay has taken messages back: here, no consumer gets those that none has."""
+        """Withdraw messages that the near relay has taken back, except those that a consumer has."""
         wanted = set(numbers)
         for uid, waiting in self._unfinished.items():
             sender = self._senders[uid]
@@ -643,7 +643,8 @@ class Stream:
             self._senders.pop(uid).close()
 
     def _finish(self) -> None:
-        """The near relay is gone: its senders leave, those of a queue when all is done; or this relay ends."""
+        """Let the senders leave, since the near relay is gone (those of a queue when all is done), or this relay
+        ends."""
         self._filling = None
         if self._service is not None:
             self._service.stop()

@@ -1,4 +1,4 @@
-"""The threads of a relay, and what may be called by several."""
+"""The threads of a relay, and calls that several of them may make."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _here: Final = _Here()
 
 @contextlib.contextmanager
 def own() -> Iterator[None]:
-    """Within, this thread works for a relay: its end may wait for what is being done here."""
+    """A context manager in which this thread works for a relay, whose end may wait for it."""
     before, _here.is_own = _here.is_own, True
     try:
         yield

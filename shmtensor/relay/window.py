@@ -1,4 +1,4 @@
-"""The window of a relay, without a network: what is under way, and what may follow. docs/internals/relay.md."""
+"""The window of a relay, without I/O: the items in flight, and what may follow. docs/internals/relay.md."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Outgoing(Generic[T]):
         return count
 
     def drop(self, number: int) -> None:
-        """Nobody needs that item any more, though it was not acknowledged."""
+        """Drop an item that is not needed any more, though it was not acknowledged."""
         self._items.pop(number, None)
 
     def clear(self, beyond: int = 0) -> list[tuple[int, T]]:
@@ -131,7 +131,7 @@ class Gap(Exception):
 
 
 class Incoming:
-    """What a far relay has of one near relay: numbers received and acknowledged, bytes consumed.
+    """What a far relay has received from one near relay: numbers received and acknowledged, bytes consumed.
 
     Items are received in order. They are acknowledged in any order.
     """
@@ -213,7 +213,7 @@ class Unfinished:
         return iter(self._waiting)
 
     def drop(self, number: int) -> None:
-        """Nobody needs that item any more."""
+        """Drop an item that is not needed any more."""
         self._waiting = deque(it for it in self._waiting if it[0] != number)
 
     def done(self) -> Iterator[int]:
