@@ -279,10 +279,11 @@ def has_members(channel: str) -> bool:
 
 
 _WELL, _WITH_CLOSED, _UNKNOWN = range(3)
-"""Of a channel: somebody lives and nobody is dead; the same, but for senders that have closed, and whose messages the
-others may still need; neither is known."""
+"""States of a channel: some members live and none is dead; the same, except senders that have closed, whose messages
+others may still need; unknown."""
 _FEW: Final = 16
-"""Entries of a table that are read with its head. Few channels have more members, and reading takes most of a look."""
+"""Entries of a table that are read together with its head. Few channels have more members, and reading takes most of
+the time."""
 
 
 class _Table:

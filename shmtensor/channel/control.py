@@ -57,14 +57,15 @@ SENDER: Final = 1
 RECEIVER: Final = 2
 GROUP: Final = 3
 TRACER: Final = 4
-"""Neither sends nor receives: the others write down for it what they do (ring/events.py)."""
+"""A member that neither sends nor receives, for which the others record events (ring/events.py)."""
 KEPT: Final = 2
 """`leaving` of a sender whose entry and files stay for the receivers of its messages."""
 LATEST: Final = 1  # flag of a receiver: no recipient, takes the newest under a shared lock
 MEMBER: Final = 2  # flag of a receiver: no recipient, its group is
 NO_RECIPIENT: Final = LATEST | MEMBER
 RELAY: Final = 4
-"""Flag of an end of a relay: its label says which way messages came or go. Those of others are just names."""
+"""Flag of an endpoint of a relay: its label says which way messages came or go. Labels of other members are just
+names."""
 
 W_MAGIC, W_VERSION, W_KIND, W_CAPACITY, W_EPOCH, W_SENDERS, W_DEVICE, W_INODE, W_USED = range(9)
 M_UID, M_OWNER, M_ROLE, M_FLAGS, M_PID, M_JOINED, M_LEAVING, M_GROUP = range(8)

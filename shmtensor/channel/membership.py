@@ -35,7 +35,8 @@ _T = TypeVar("_T")
 
 LOCK_TIMEOUT: Final = 10.0
 _MOMENT: Final = 0.2
-"""Seconds for which a join waits for the lock of another channel, to sweep it: nobody else may do so for long."""
+"""Seconds for which a join waits for the lock of another channel in order to sweep it: perhaps no other process does so
+soon."""
 _FILES: Final = 16
 """More than any endpoint opens while it joins; checked before, so that a failure leaves nothing half-made."""
 

@@ -22,11 +22,11 @@ from .reads import Reads, Source
 
 _CHUNK: Final = 4096
 FEW: Final = 32
-"""Messages that are looked at one by one: NumPy costs as much for one as for these."""
+"""The most messages that are examined one by one: NumPy takes as long for one as for these."""
 _LOOKS: Final = 8
-"""Times that the newest message of a sender is looked for."""
+"""How often the newest message of a sender is searched for."""
 _HEAD_WORDS: Final = 3 * shm.PAGE // 8
-"""Of a sequence table or ring: what is read at once. Behind it lies more if there are many slots or members."""
+"""Words of a sequence table or ring that are read at once. More is read if there are many slots or members."""
 _TABLE_WORDS: Final = lay.L_MEMBERS + 2 * ctl.CAPACITY
 _ODD: Final = np.uint64(1)
 _HELD: Final = ("leased", "claimed", "done")
@@ -119,7 +119,7 @@ class Sent:
         self.received: dict[int, int] = {}
         """By the index of a member or group that gets every message: how many it has taken."""
         self.unread: list[tuple[int, Held]] = []
-        """The same index, or `ANYBODY`, and what it has not taken of a ring."""
+        """For each ring, the index of a member or group, or `ANYBODY`, and the messages that it has not taken."""
         self.holdings: list[Held] = []
         """For each ring."""
         self.held: list[HeldMessages] = []

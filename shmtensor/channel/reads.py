@@ -61,7 +61,7 @@ class Segments:
 
 _Read = tuple[int, Callable[[int, int, Any], bytes], int, Any, bytes]
 """The number of a segment, in the order in which they were opened; what to call with its descriptor and two arguments;
-the answer. It is a function in C: one of Python would cost as much as what it asks."""
+the answer. It is a C function: a Python function would take as long as the question itself."""
 
 
 class Reads:

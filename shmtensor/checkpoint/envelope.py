@@ -48,7 +48,8 @@ DATA, CONTENTS = 0, 1
 """The two encrypted parts of a file."""
 ENTRY: Final = NONCE_BYTES + TAG_BYTES
 HIDDEN_DIGEST: Final = "0" * 16
-"""In place of the digest in lists that are not encrypted: it would tell which checkpoints are equal."""
+"""Stored in place of the digest in lists that are not encrypted: the digest would reveal which checkpoints are
+equal."""
 _VERSION: Final = 1
 _MAX_HEADER: Final = 64 << 10
 _MAX_CONTENTS: Final = 4 * MAX_DESCRIPTION

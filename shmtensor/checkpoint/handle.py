@@ -374,7 +374,7 @@ __all__ = ["CancelledError", "Durable", "Outcome", "Progress", "Save", "SaveHand
 
 
 ATTEMPTS: Final = 3
-"""A save fails when the writing process has died so often while writing it."""
+"""Deaths of the writing process during a save after which the save fails."""
 
 _CHECK_INTERVAL: Final = 0.25
 """Seconds after which a wait checks again whether its caller has abandoned it."""

@@ -27,11 +27,11 @@ from ..errors import EndOfStream, PeerDied, ResourceError, ShmTensorError, Timed
 from ..shielded import Flag
 
 _ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1"}
-"""It computes nothing. Else NumPy would start a thread of OpenBLAS for each core, and these spin for a tenth of a
-second, on the cores of the trainer."""
+"""Environment of the process, which computes nothing. Otherwise NumPy would start an OpenBLAS thread for each core, and
+these spin for a tenth of a second on the trainer's cores."""
 LAUNCH: Final = "from shmtensor.checkpoint.writer_process import main; main()"
 DEATHS: Final = 5
-"""After so many deaths in a row, with no save finished in between, the process is not started again."""
+"""Deaths in a row, without a finished save in between, after which the process is not started again."""
 
 _LIVENESS_INTERVAL: Final = 0.25
 _REMINDER: Final = 2.0

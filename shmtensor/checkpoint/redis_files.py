@@ -65,7 +65,7 @@ _LISTED: Final = 1_000_000
 _HEADER: Final = re.compile(rb"shmtensor file 1 (\d{1,18}) (\d{1,19}) (\d{1,9}) ([0-9a-f]{32})")
 _MOST: Final = 200
 _LATE: Final = errno.ETIMEDOUT
-"""Of a server that does not answer: nothing else is asked of it."""
+"""The error of a server that does not answer; it is sent no further request."""
 _OF_FSSPEC: Final = (
     "skip_instance_cache", "use_listings_cache", "listings_expiry_time", "max_paths", "asynchronous", "loop",
 )  # fmt: skip

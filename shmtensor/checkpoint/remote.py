@@ -64,7 +64,7 @@ TIMEOUT: Final = 60.0
 """Seconds for one request, besides those that its bytes take at `_SLOW`; of a body that is read in pieces, for as many
 bytes as come in this time at `_SLOW`."""
 _SLOW: Final = 100_000
-"""Bytes per second that a request may be as slow as."""
+"""The least bytes per second of a request that is not too slow."""
 _PAUSE: Final = 0.1
 """Seconds before the second attempt; twice as many before each further one, and up to half of it by chance."""
 BLOCK: Final = 256 << 10
@@ -93,7 +93,7 @@ _REFUSED: Final = (401, 403)  # answers of HTTP
 
 _B = TypeVar("_B")
 _locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
-"""Of file systems that are not asynchronous: few of them can be called by several threads at once."""
+"""Locks of file systems that are not asynchronous: few of these can be called by several threads at once."""
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

@@ -134,7 +134,7 @@ def write(directory: str, run: Run) -> None:
 
 _NAME: Final = re.compile(r"rank-(\d{5})\.vote")
 _MAX_BYTES: Final = 256 << 10
-"""Of a vote, most of which are metrics."""
+"""The most bytes of a vote, most of which are metrics."""
 
 
 class Vote(NamedTuple):

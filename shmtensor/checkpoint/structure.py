@@ -54,7 +54,8 @@ from ..wire.dtypes import BY_NAME
 from ..wire.spec import COMPOSITES, Keys
 
 MAX_TENSORS: Final = 1_000_000
-"""Of a checkpoint: readers refuse more, and so does the planner. The limits of its text are in `plan.py`."""
+"""The most tensors of a checkpoint: readers refuse more, and so does the planner. The limits of the text are in
+`plan.py`."""
 MAX_DEPTH: Final = 64
 _INLINE = 4096  # longer bytes are stored as arrays
 _MAX_PLAIN_BITS = 1024

@@ -32,7 +32,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 INTERRUPTED = 130
 LONGEST_S: Final = 1e6
-"""Seconds, more than eleven days: the most that `--interval` and `--seconds` may be. `inf` cannot be slept."""
+"""The most seconds for `--interval` and `--seconds`, more than eleven days: `time.sleep` does not take `inf`."""
 _WIDE: Final = 200
 """Columns of a table that is not shown on a terminal."""
 
@@ -201,7 +201,7 @@ class Finding:
 
 _PAUSE_S = 0.05
 _MAKING_S = 2.0
-"""Seconds that a channel may take to be made: it cannot be read before."""
+"""Seconds that the creation of a channel may take; it cannot be read before that."""
 
 
 class Unreadable:

@@ -158,8 +158,8 @@ def _sender_dict(member: MemberInfo, rate: tuple[float, float] | None) -> dict[s
 _LEAST_PAUSE_S: Final = 0.001
 _MOST_PAUSE_S: Final = 0.02
 _PAUSE: Final = 1 / 8
-"""`echo` waits for this part of the time since it has found a message: it looks often enough for a stream of any
-steady rate up to 1 kHz, and of what is silent seldom."""
+"""`echo` waits for this part of the time since it last found a message: so it checks often enough for a stream of any
+steady rate up to 1 kHz, and rarely when the channel is silent."""
 
 
 @guarded

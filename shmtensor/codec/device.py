@@ -18,7 +18,8 @@ from .leaf import is_dense, map_leaves, overlapping
 from .numpy import Array
 
 Parts = Callable[[int, int], Sequence[tuple[memoryview, int, int]] | None]
-"""The pieces of a range of host memory to copy from or to: see `cuda/pinning.py`; None if it lies in no ring."""
+"""A function that cuts a range of host memory into the pieces to copy from or to: see `Pinning.parts` in
+`cuda/copies.py`; it returns None if the range lies in no ring."""
 
 
 class DeviceJob:

@@ -309,7 +309,7 @@ class AsyncSender(Sender, AsyncEndpoint):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._sendings: dict[Sending, asyncio.AbstractEventLoop] = {}
-        """Of tasks of these loops, in order: a device is copying them into their slots."""
+        """Messages that a device is copying into their slots, in order, by the event loops of their tasks."""
         super().__init__(*args, **options)
 
     def _make_wait_queue(self, loop: asyncio.AbstractEventLoop) -> WaitQueue:

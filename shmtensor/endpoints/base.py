@@ -118,12 +118,13 @@ LIVENESS_INTERVAL: Final = 0.25 if words.HAS_BARRIER else 0.01
 """Seconds that a sleep lasts at most: a dead process cannot announce itself, so the sleeper checks."""
 
 _HANDOVER_S: Final = 0.001
-"""Seconds after which a call whose time is up looks again whether the thread that has the mutex is done, or waits."""
+"""Seconds after which a call whose time is up checks again whether the thread that has the mutex is done, or
+waiting."""
 
 NOTHING: Final[Any] = object()
-"""What an attempt returns that found nothing."""
+"""The result of an attempt that found nothing."""
 BUSY: Final[Any] = object()
-"""What a call that does not wait returns while another thread is inside a call of the endpoint."""
+"""The result of a call that does not wait, while another thread is inside a call of the endpoint."""
 
 _Self = TypeVar("_Self", bound="Endpoint")
 _living: weakref.WeakSet[Endpoint] = weakref.WeakSet()

@@ -105,7 +105,8 @@ class Claims:
         self._all: set[weakref.ref[Hand]] = set()
         self._of_tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], Hand] = weakref.WeakKeyDictionary()
         self.hands = Hands(self._all) if acknowledge == "next" else None
-        """What each thread has in hand: asking for the next message acknowledges it. None: only `release` does."""
+        """The `Hand` of each thread: asking for the next message acknowledges what is in it. None: only `release`
+        acknowledges."""
         self.scan_wanted = True
         """Whether to look for messages that a receiver claimed and did not finish, before others are taken."""
         self.refused: tuple[Any, Any, float] | None = None

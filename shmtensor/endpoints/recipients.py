@@ -66,12 +66,12 @@ class Recipients(ABC):
         self.listeners: tuple[Peer, ...] = ()
         """The receivers that take messages now."""
         self.epoch = -1
-        """Of the table of members that was read last."""
+        """The epoch of the table of members that was read last."""
         self.events: EventLog | None = None
-        """What the sender writes down for a tracer."""
+        """The event log of the sender while it is traced; else None."""
         self.excludes: Callable[[Entry], bool] | None = None
-        """Which receivers are none of this sender's: they get nothing, it neither waits for them nor wakes them. A
-        relay's senders exclude the relays that lead back. Set it before the first message."""
+        """A function that says which receivers are excluded: they get nothing, and the sender neither waits for them
+        nor wakes them. A relay's senders exclude relays that lead back. Set it before the first message."""
         self.notified = self.deaths = 0
         self._dead: set[int] = set()  # they were dropped, and are in the table until somebody has the channel's lock
         self.local: frozenset[int] = frozenset()

@@ -200,7 +200,7 @@ class Sender(Endpoint):
         self._last_statistics: SenderStatistics | None = None  # of one that is closed
         self._offers: deque[_Offer] = deque()
         self._linger_ends: list[float] = []
-        """Until when each `close` lingers, in monotonic seconds: the earliest counts."""
+        """The time until which each `close` lingers, in monotonic seconds: the earliest counts."""
         try:
             super().__init__()
             membership.join(

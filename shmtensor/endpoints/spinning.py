@@ -47,7 +47,7 @@ DEFAULT_S: Final = 100e-6
 """Seconds that a wait spins by default."""
 
 LONG_YIELD_S: Final = 500e-6
-"""A yield that lasts longer than this: another process needs the processor, and sleeping costs less than to spin."""
+"""If a yield takes longer than this, another process needs the processor, and sleeping costs less than spinning."""
 
 MOST_SKIPPED: Final = 64
 """The most waits in a row that sleep at once after unproductive spins."""

@@ -46,7 +46,7 @@ _BREAKS_LOCKED: Final = hasattr(standard._ExecutorManagerThread, "_terminate_bro
 """Whether the management thread holds the pool's lock while it marks the pool as broken, as newer versions do."""
 
 _channels_of: weakref.WeakKeyDictionary[threading.Thread, CallChannels] = weakref.WeakKeyDictionary()
-"""By management thread: keeps a pool's channels alive until its workers have ended."""
+"""Pools' channels by management thread: they are kept alive until the workers have ended."""
 
 
 def _grad_mode() -> bool | None:
@@ -77,7 +77,7 @@ def _finish_with_process() -> None:
 
 _finished_pid = 0
 _EXIT_PRIORITY: Final = 20
-"""Of that: before all finalizers that end what callbacks may use."""
+"""The priority of that finalizer: it runs before all finalizers of objects that callbacks may use."""
 
 
 class ProcessPoolExecutor(concurrent.futures.ProcessPoolExecutor):

@@ -111,7 +111,7 @@ class Worker:
         self._consumer = DirectConsumer(address.calls)
         self._producer: DirectProducer | None = None
         self.newest_named = 0
-        """The newest message whose name the parent gets, or that was taken back."""
+        """The newest message that was named to the parent, or taken back."""
         mapped_file.keep_freed(KEPT_MOST)
         util.Finalize(None, _end_quietly, exitpriority=-100)  # after the endpoints have left
         threading.Thread(target=self._exit_with_parent, name="shmtensor parent watch", daemon=True).start()

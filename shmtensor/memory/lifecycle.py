@@ -70,6 +70,6 @@ def _drop_after_all() -> None:
 
 _dropped_in = 0
 in_child: Final = (_drop, _drop_after_all)
-"""What the interpreter calls in each child, whatever becomes of the one before."""
+"""The functions that the interpreter calls in each child, each even if the one before failed."""
 for function in in_child:
     os.register_at_fork(after_in_child=function)

@@ -53,7 +53,7 @@ _SHARED: Final = 1  # `sem_init`: between processes
 COUNT: Final = (1 << 31) - 1
 """In a sender's `asleep` word: the bits that count its sleeps."""
 BATCHED: Final = 1 << 62
-"""In a sender's `asleep` word: it is not to be woken before a certain message is released."""
+"""In a sender's `asleep` word: it must not be woken before a certain message is released."""
 _TARGET: Final = 31
 
 

@@ -47,18 +47,18 @@ _SMALL_SLOT_BYTES: Final = 256
 log = logging.getLogger("shmtensor.mp")
 
 _RETRY: Final = 1.0
-"""Seconds after which what failed for want of memory or open files is tried again."""
+"""Seconds after which a step that failed for lack of memory or open files is tried again."""
 _TELL_AGAIN: Final = 60.0
 """Seconds after which such a failure that goes on is logged again."""
 
 _REMEMBERED: Final = 64
 """Deaths of workers that the parent remembers, for the errors of their tasks."""
 _NOTICED: Final = 10.0
-"""Seconds within which the process of a worker that has left its task has ended."""
+"""Seconds within which the process of a worker that left its task unfinished should have ended."""
 _BRIEFLY: Final = 1.0
-"""The same where workers also end without having left a task."""
+"""The same if workers may also end without having left a task."""
 _LOOK: Final = 0.02
-"""Seconds after which the parent looks whether it has."""
+"""Seconds between two checks whether it has ended."""
 _MOST_ATTEMPTS: Final = 250
 _MOST_RETRIES: Final = 100
 
@@ -244,7 +244,7 @@ class _ParentEnds:
         self._died = 0
         """How many workers have died."""
         self._deaths: deque[str] = deque(maxlen=_REMEMBERED)
-        """Who died, and of what: the last ones."""
+        """The last workers that died, and how they died."""
         self._lost: deque[tuple[int, int, int, float]] = deque()
         """Tasks whose workers died: job, number, deaths, and until when to wait for the end of their processes."""
         self._room = threading.Condition()

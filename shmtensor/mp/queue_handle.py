@@ -126,7 +126,7 @@ def _has_open(reader: Any) -> bool:
 
 
 PATIENCE: Final = 30.0
-"""Seconds after which a waiting put fails if every item was got and no memory has come back."""
+"""Seconds after which a waiting put fails if every item was received and no memory has come back."""
 
 _CHECK_INTERVAL: Final = 0.5
 """Seconds after which a put that waits checks again who holds the memory."""
@@ -138,7 +138,7 @@ _FIRST_BYTES: Final = 4 << 20
 _FIRST_SLOTS: Final = (4, 1024)
 _GROWTH_BYTES: Final = 256 << 20
 _WIDE: Final = 4
-"""Messages do not use a ring whose slots are more than this many times too large."""
+"""Messages do not use a ring whose slots are more than this many times larger than necessary."""
 
 
 def default_limit() -> int:
@@ -552,7 +552,7 @@ class _Sent(resource_sharer.DupFd):
 
 
 _sent: dict[InheritedFile, Callable[[], None]] = {}
-"""Keepers that nobody has fetched yet, and how to close each."""
+"""Keepers that no process has fetched yet, and a function that closes each."""
 
 
 # --- handles and the objects that use them

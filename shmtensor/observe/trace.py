@@ -52,7 +52,7 @@ Events = np.ndarray[Any, np.dtype[np.uint64]]
 """One row for each event: the words of ring/events.py."""
 
 SIZE: Final = 1 << 15
-"""Events that an area holds: what a member does in 20 ms fits twice, at the highest rates that there are."""
+"""Events that an area holds: twice as many as a member makes in 20 ms at the highest rates."""
 _LEASE_NS: Final = 5_000_000_000
 """How long members go on writing when the tracer does not renew it."""
 _LOOK_S: Final = 0.1
@@ -135,7 +135,7 @@ class Tracer:
         self._member: Member | None = None
         self._epoch = self._until = 0
         self._areas: set[int] = set()
-        """Those of members: as long as none comes or goes, only these are looked at."""
+        """The areas of members: only these are read as long as no member comes or goes."""
         self._positions: dict[int, int] = {}
         """By area: how many of its events were read."""
         self._skipped: dict[int, int] = {}

@@ -35,9 +35,11 @@ FAN_OUT, WORK_QUEUE, SERVICE = range(1, 4)
 """Patterns, as HELLO names them."""
 PATTERNS: Final = {"fan-out": FAN_OUT, "work-queue": WORK_QUEUE, "service": SERVICE}
 NOBODY, LOSSLESS, LATEST = range(3)
-"""Audiences of the far channel: nobody or unknown; a lossless subscriber or a consumer at least; latest ones alone."""
+"""Audiences of the far channel: no receiver, or unknown; at least one lossless subscriber or consumer; only `latest`
+subscribers."""
 HELD: Final = LATEST
-"""The same of a queue: nobody that would take a message, but a relay that has some, and may pass them on yet."""
+"""An audience of a queue: no receiver that would take a message, but a relay that has some messages, and may still pass
+them on."""
 
 REPLY, DROPPED, DIED, NO_ROOM, WORN, EXPIRED, RETURNED = range(7)
 """How a request ended there: by a reply; by a verdict of its server (as rpc/endpoints.py numbers them); after as many
@@ -58,7 +60,7 @@ _MOST_DESCRIPTION: Final = spec.MAX_DESCRIPTION + NOTE
 _LABEL: Final = 64
 
 ONE_VERSION: Final = "run one version of shmtensor on both hosts"
-"""What a refusal says that no waiting cures."""
+"""The text of a refusal that waiting does not end."""
 _DIGEST = struct.Struct("<Q")
 _HEAD = struct.Struct("<4sBBHQQI")
 _HELLO = struct.Struct("<BBHHHQI")

@@ -61,23 +61,23 @@ _IDLE_S: Final = 1.0
 _HELLO_S: Final = 0.25
 _HELLO_REFUSED_S: Final = 5.0
 _HELLO_LAST_S: Final = 1.0
-"""The same while it drains: what is refused then for good is lost, or done twice."""
+"""The same while it drains: items that are refused until the end are lost, or done twice."""
 _STATUS_S: Final = 1.0
 _SHORT_S: Final = 0.25
-"""Seconds after which something is tried again for which the machine had too little of something."""
+"""Seconds after which a step that failed for lack of a resource is tried again."""
 _SILENCE_S: Final = 3.0
 """Seconds without STATE, which comes each second, after which a far relay is looked for anew."""
 _EXPLAIN_S: Final = 2.0
 """Seconds without an answer after which it is said why, as far as that can be found out."""
 _LOOK_S: Final = 0.01
-"""How often the requests under way are looked at: a client that cancels one tells nobody."""
+"""Seconds between two checks of the requests in flight: a client that cancels one does not notify the relay."""
 _MOST_LATEST: Final = 8
 """Messages under way at most while old ones are dropped for new ones."""
 _RECALL_S: Final = 2.0
 """Seconds without a consumer there after which a queue's messages that wait there go to others."""
 _LOST_S: Final = 30.0
-"""Seconds without the far relay after which a queue's messages go to others, as long as it keeps their senders there.
-And those without a consumer there while a relay there has some, which does the same."""
+"""Seconds without the far relay after which a queue's messages go to others; the far relay keeps their senders as long.
+Also seconds without a far consumer while another relay there has messages, and does the same."""
 _MOST_ATTEMPTS: Final = 250
 _MOST_ANNOUNCED: Final = 240
 """Senders at most: each is a member there, of 256. One that has left is until all that it sent is acknowledged."""

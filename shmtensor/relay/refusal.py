@@ -20,7 +20,7 @@ class Refusal:
 
     def __init__(self) -> None:
         self.why = ""
-        """Empty: what was said last is over."""
+        """The reason; empty if the last refusal is over."""
         self._received = 0  # the newest item of which that was said
         self._since = self._open_since = self._alone_since = 0.0
         self._is_told = False

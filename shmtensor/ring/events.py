@@ -47,7 +47,7 @@ A_EVENTS: Final = 512
 E_WHAT, E_SENDER, E_BEGIN, E_MIDDLE, E_END, E_NBYTES, E_MEMBER, E_PID = range(8)
 EVENT_WORDS: Final = 8
 MOST_EVENTS: Final = 1 << 20
-"""Of one area."""
+"""The most events of one area."""
 
 
 def area_bytes(size: int) -> int:

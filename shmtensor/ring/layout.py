@@ -48,7 +48,7 @@ VERSION: Final = 1
 FAN_OUT: Final = 1
 WORK_QUEUE: Final = 2
 SERVICE: Final = 3
-"""A kind of channel only: a work queue whose messages are requests. Its rings have the kind `WORK_QUEUE`."""
+"""A kind of channel, not of rings: a work queue whose messages are requests. Its rings have the kind `WORK_QUEUE`."""
 KINDS: Final = {
     FAN_OUT: "fan-out (Publisher, Subscriber)",
     WORK_QUEUE: "work queue (Producer, Consumer)",

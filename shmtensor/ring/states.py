@@ -52,7 +52,7 @@ FAN_OUT: Final = (
     Transition(State.LEASED, State.RELEASED, "kernel", "life lock of r dropped", "r died holding it"),
     Transition(State.RELEASED, State.FREE, "publisher", "reads every recipient's word", "all recipients have released"),
 )
-"""As one recipient sees it; a slot with a message without recipients is RELEASED at once."""
+"""The life of a slot as one recipient sees it; a slot with a message without recipients is RELEASED at once."""
 
 GROUP: Final = (
     Transition(State.RELEASED, State.PUBLISHED, "publisher", "published := seq", "send returns"),
@@ -67,7 +67,7 @@ GROUP: Final = (
         State.DONE, State.RELEASED, "another member", "lease[g] := 2*seq+1", "its member died after it was done"
     ),
 )
-"""As a group of subscribers sees it, which is one recipient of a fan-out."""
+"""The life of a slot as a group of subscribers sees it, which is one recipient of a fan-out."""
 
 WORK_QUEUE: Final = (
     Transition(State.FREE, State.WRITING, "producer", "record.seq := 0", "send or loan takes the slot"),

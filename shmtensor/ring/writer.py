@@ -40,7 +40,7 @@ SlotRange = tuple["Ring", int]
 """A ring, and the first slot in it of a message."""
 
 _FEW: Final = 4
-"""Busy slots of a ring that are looked at before others are tried."""
+"""Busy slots of a ring that are checked before other rings are tried."""
 
 Registration = tuple[int, int, dict[int, Any] | None, Any]
 """What is stored with a message (rpc/endpoints.py): note, deadline, and a table with the entry to add to it.

@@ -396,7 +396,7 @@ class Notifier(_ClientThread):
     def __init__(self, in_flight: CallsInFlight) -> None:
         super().__init__(in_flight)
         self.due: deque[Callable[[], None]] = deque()
-        """What notifies the waiting threads and runs the callbacks of each future that has ended."""
+        """Functions that notify the waiting threads and run the callbacks, one for each future that has ended."""
 
     def wake(self) -> None:
         """Notify for the futures that have ended."""
@@ -435,7 +435,7 @@ class CallsInFlight:
         self.calls = requests.calls
         """Calls that were posted and have not ended, by sequence number."""
         self.leading = threading.Lock()
-        """Of the thread that receives."""
+        """The lock of the thread that receives."""
         self.leader = deque((0,), maxlen=1)
         """The thread that took `leading` last."""
         self.followers: deque[AutoResetEvent] = deque()

@@ -218,9 +218,9 @@ class TakenRequests:
     ) -> None:
         self.receiver, self._publisher = receiver, publisher
         self.open: set[TakenRequest] = set()
-        """Those that have not ended here."""
+        """Requests that have not ended on this server."""
         self.replies: dict[int, ReplySender] = {}
-        """By their client's uid."""
+        """Publishers of replies, by the client's uid."""
         self._reply_options: dict[str, Any] = {"slots": slots, "max_bytes": max_bytes}
         self._epoch = -1
         self._opening = threading.Lock()

@@ -162,7 +162,7 @@ KILLED: Final = 3
 STEADY: Final = 60.0
 """Seconds after which the earlier deaths of a worker that has served without dying do not count."""
 LOST: Final = 255
-"""Stands for an exit code that nobody knows, as in `multiprocessing`."""
+"""Stands for an unknown exit code, as in `multiprocessing`."""
 UNGUARDED: Final = 121
 """Exit code of a worker whose program starts the pool again when the worker imports it."""
 UNGUARDED_TEXT: Final = (

@@ -267,9 +267,9 @@ log = logging.getLogger("shmtensor.serve")
 Handler = Callable[..., Any]
 
 READY, REFUSED, FAILED = "ready", "refused", "failed"
-"""What a worker reports: it takes requests; it could never serve; it could not start, this time."""
+"""Reports of a worker: it takes requests; it can never serve; it could not start this time."""
 STOP: Final = b"stop"
-"""What the pool sends: finish what you have taken, and end."""
+"""The order of the pool to finish what was taken, and end."""
 UNSTARTED: Final = 1
 """Exit code of a worker that could not start, or whose `teardown` raised."""
 
@@ -293,7 +293,8 @@ class _Stop:
         self.is_set = False
         self.server: Server | None = None
         self.interrupts = True
-        """Whether a signal ends what runs now: while the worker starts. Afterwards it finishes what it has taken."""
+        """Whether a signal interrupts the running code, as while the worker starts. Afterwards it finishes what it has
+        taken."""
 
     def set(self) -> None:
         """From any thread."""
