@@ -81,16 +81,18 @@ class NoMemory(Exception):
 
 @guarded
 def bench(
-    size: Annotated[str, typer.Option(metavar="BYTES", help="Of the tensor: a number, or like 64KiB.")] = "1KiB",
-    seconds: Annotated[float, typer.Option(min=0.01, max=600, help="Time to measure, all transports together.")] = 3.0,
+    size: Annotated[str, typer.Option(metavar="BYTES", help="Bytes of the tensor: a number, or like 64KiB.")] = "1KiB",
+    seconds: Annotated[
+        float, typer.Option(min=0.01, max=600, help="Seconds to measure, for all transports together.")
+    ] = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure the round trip and the one-way rate of a tensor between two processes, beside the usual queues.
 
     These are multiprocessing.Queue, which pickles, and torch.multiprocessing.Queue, which gets a clone for each send:
-    it would share the tensor once and copy nothing after that. At most 16 messages are in flight, all else is the
-    default of each transport; the bytes that arrive are compared outside the clock. The transports take turns. All of
-    the project's benchmarks, with more rivals, are in its source tree.
+    it would share the tensor once and copy nothing after that. At most 16 messages are in flight; all other options of
+    each transport are its defaults. The bytes that arrive are compared outside the timed part. The transports are
+    measured in turns. All of the project's benchmarks, with more rivals, are in its source tree.
     """
     try:
         nbytes = parse_bytes(size, "--size")

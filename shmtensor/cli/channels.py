@@ -41,13 +41,13 @@ _FOREIGN_MOST = 20
 @guarded
 def ls(
     pattern: Annotated[
-        str | None, typer.Argument(help='Only this channel, or those with such names, for example "camera*".')
+        str | None, typer.Argument(help='A channel, or a pattern for their names, for example "camera*".')
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List channels: members, rings, slots in use, who holds what, and how old it is; and what is not the library's.
+    """List channels: members, rings, slots in use, who holds which messages, and their age; and foreign files.
 
-    Only looks: it joins no channel and changes nothing. Exit code 1 if PATTERN is given and no channel has such a name.
+    It joins no channel and changes nothing. Exit code 1 if PATTERN is given and no channel has such a name.
     """
     if pattern is not None and not _WILD & set(pattern):
         try:
@@ -316,15 +316,15 @@ PATIENCE = 2.0
 
 @guarded
 def gc(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Remove segments, semaphores and sockets whose owners are dead. What the living need is never touched.
+    """Remove segments, semaphores and sockets of dead processes. What living processes need is never touched.
 
-    A checkpoint that only shared memory has, as its trainer and its writing process died before it was on disk, goes as
-    well: load it first (load_newest).
+    This includes a checkpoint that is only in shared memory, because its trainer and its writing process died before it
+    was on disk: load it first (load_newest).
 
-    Exit code 1 if a segment server has not answered, and so something is left that is nobody's: run gc again.
+    Exit code 1 if something could not be removed because a segment server did not answer: run gc again.
     """
     gone = cleanup.sweep_all(socket_dir(), dry_run=dry_run, patience=PATIENCE)
     unanswered = [leftover for leftover in gone if leftover.is_unanswered]

@@ -33,7 +33,7 @@ from ..errors import ArgumentError, CheckpointError, ShmTensorError
 from ..options import format_bytes, parse_bytes, reason
 from .output import console, fail, guarded, print_json, seconds, signals_interrupt, visible
 
-app = typer.Typer(help="Look at checkpoints, check them, convert them.", no_args_is_help=True)
+app = typer.Typer(help="Inspect, verify, convert, encrypt, decrypt and list checkpoints.", no_args_is_help=True)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
@@ -41,7 +41,7 @@ _Replace = Annotated[
     bool,
     typer.Option(
         "--replace",
-        help="Remove the source when the new file is on disk, which takes its place: step, metrics, `latest`, `best`.",
+        help="Remove the source when the new file is on disk, which takes over its step, metrics, `latest`, `best`.",
     ),
 ]
 _ReadableNames = Annotated[
@@ -85,8 +85,9 @@ def info(
     passphrase: _Passphrase = False,
     as_json: _AsJson = False,
 ) -> None:
-    """Say what a checkpoint holds; reads no tensors. Exit code 1 if it cannot be opened. Of an encrypted one without a
-    key, only what is readable is shown, and it may have been changed by anybody."""
+    """Show what a checkpoint contains, without reading tensors. Exit code 1 if it cannot be opened.
+
+    Without the key, only the readable part of an encrypted checkpoint is shown, which is not authenticated."""
     opened = open_path(path, _opener(key_file, passphrase, locked=True))
     if as_json:
         print_json(_as_dict(opened))
@@ -126,9 +127,9 @@ def verify(
 ) -> None:
     """Read every byte and compare it with the digests in the files.
 
-    Exit code 1 if anything is damaged or cannot be opened. Files of other programs have no digests: of a zip archive
-    (.pt, .npz) each member is compared with its CRC-32, of others only the structure is checked; the output says so.
-    Of encrypted files every segment is decrypted, which needs the key.
+    Exit code 1 if anything is damaged or cannot be opened. Files of other programs have no digests: in a zip archive
+    (.pt, .npz) each member is compared with its CRC-32; in other files only the structure is checked. The output says
+    so. Every segment of an encrypted file is decrypted, which needs the key.
     """
     count = _number_of_readers(readers)
     opener = _opener(key_file, passphrase)
@@ -150,8 +151,10 @@ def verify(
 def convert(
     source: Annotated[str, typer.Argument(help="A checkpoint of any format, or its URL.")],
     target: Annotated[str, typer.Argument(help="The new file; with --max-shard a directory; or a URL.")],
-    format: Annotated[str | None, typer.Option("--format", help=f"{', '.join(FORMATS)}; else by the suffix.")] = None,
-    max_shard: Annotated[str | None, typer.Option("--max-shard", help='Bytes of a file, such as "4GiB".')] = None,
+    format: Annotated[
+        str | None, typer.Option("--format", help=f"{', '.join(FORMATS)}; default: by the suffix.")
+    ] = None,
+    max_shard: Annotated[str | None, typer.Option("--max-shard", help='Most bytes of a file, such as "4GiB".')] = None,
     overwrite: _Overwrite = False,
     key_file: _KeyFile = None,
     passphrase: _Passphrase = False,
@@ -203,7 +206,7 @@ def encrypt(
     replace: _Replace = False,
     as_json: _AsJson = False,
 ) -> None:
-    """Encrypt a checkpoint file of this machine. The source stays, without --replace."""
+    """Encrypt a checkpoint file of this machine. The source is kept unless --replace is given."""
     try:
         _check_local(source, target)
         master = MasterKey.of(_needed_key(key_file, passphrase, confirm=True))
@@ -229,8 +232,8 @@ def decrypt(
     replace: _Replace = False,
     as_json: _AsJson = False,
 ) -> None:
-    """Decrypt a checkpoint file of this machine: byte for byte the one that was encrypted. The source stays, without
-    --replace."""
+    """Decrypt a checkpoint file of this machine: byte for byte the one that was encrypted. The source is kept unless
+    --replace is given."""
     try:
         _check_local(source, target)
         opener = _opener(key_file, passphrase, needed=True)
@@ -264,8 +267,8 @@ def ls(
     passphrase: _Passphrase = False,
     as_json: _AsJson = False,
 ) -> None:
-    """List the checkpoints of a directory, the newest first: step, size, metrics, on a disk the names that lead there
-    (`latest`, `best`), and which are not complete."""
+    """List the checkpoints of a directory, the newest first: step, size, metrics, names that lead to them (`latest`,
+    `best`; not at URLs), and which are not complete."""
     root = location(directory)
     if not root.is_dir():
         raise fail(f"{root} is no directory")

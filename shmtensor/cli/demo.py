@@ -625,7 +625,7 @@ def demo(
         ),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="Time for the timed rounds of all transports together.")
+        float, typer.Option(min=0.1, max=3600, help="Seconds for the timed rounds of all transports together.")
     ] = 6.0,
     readers: Annotated[int, typer.Option(min=1, max=64, help="Processes that receive every frame.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -35,7 +35,7 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     """The command line with these commands, whose modules are imported."""
     app = typer.Typer(
         name="shmtensor",
-        help="Move tensors between processes through shared memory: serve a model, look at channels, clean up, check "
+        help="Move tensors between processes through shared memory: serve a model, inspect channels, clean up, check "
         "this machine.",
         no_args_is_help=True,
         add_completion=False,

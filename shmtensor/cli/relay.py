@@ -19,11 +19,11 @@ _SLICE_S: Final = 0.25
 
 @guarded
 def relay(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="The channels, by their names.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="The names of the channels.")],
     to: Annotated[
         list[str] | None,
         typer.Option(
-            "--to", metavar="tcp/HOST:PORT", help="Near side: where the far relay listens. May be given several times."
+            "--to", metavar="tcp/HOST:PORT", help="Near side: an endpoint where the far relay listens. May be repeated."
         ),
     ] = None,
     listen: Annotated[
@@ -31,7 +31,7 @@ def relay(
         typer.Option(
             "--listen",
             metavar="tcp/HOST:PORT",
-            help="Far side: where near relays are taken. May be given several times.",
+            help="Far side: an endpoint where near relays may connect. May be repeated.",
         ),
     ] = None,
     scout: Annotated[
@@ -50,13 +50,14 @@ def relay(
         ),
     ] = None,
     remote: Annotated[
-        str | None, typer.Option("--remote", metavar="NAME", help="Near side: the channel's name there, if another.")
+        str | None,
+        typer.Option("--remote", metavar="NAME", help="Near side: the channel's name on the far host, if different."),
     ] = None,
     no_transit: Annotated[
         bool,
         typer.Option(
             "--no-transit",
-            help="Near side: not what another relay has brought here; where each host has a relay to each other one.",
+            help="Near side: do not relay messages that a relay has brought to this host; for hosts in a mesh.",
         ),
     ] = False,
     delivery: Annotated[
@@ -93,11 +94,11 @@ def relay(
     wait: Annotated[
         float | None,
         typer.Option(
-            "--wait", min=0.0, help="End with exit code 1 if the other relay is not there in so many seconds."
+            "--wait", min=0.0, help="End with exit code 1 if the other relay is not there after so many seconds."
         ),
     ] = None,
 ) -> None:
-    """Make channels of this host channels of another, over Zenoh.
+    """Extend channels of this host to another host, over Zenoh.
 
     One relay on each host. The near one, with --to, runs where the senders or clients are; the far one, with --listen,
     where the receivers or servers are. Each may be started first, and restarted at any time: what is not acknowledged

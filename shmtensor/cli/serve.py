@@ -24,7 +24,7 @@ def serve(
             "directory.",
         ),
     ],
-    name: Annotated[str, typer.Option("--name", help="The service's name: what clients ask for.")],
+    name: Annotated[str, typer.Option("--name", help="The service's name, which clients use.")],
     workers: Annotated[int, typer.Option("--workers", min=1, help="Worker processes.")] = 1,
     setup: Annotated[
         str | None,
@@ -52,10 +52,13 @@ def serve(
         ),
     ] = None,
     max_attempts: Annotated[
-        int, typer.Option("--max-attempts", min=1, help="Workers that may die with one request before it fails.")
+        int, typer.Option("--max-attempts", min=1, help="How many workers may die with one request before it fails.")
     ] = 3,
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, help="Deaths in a row of one worker before all is given up.")
+        int,
+        typer.Option(
+            "--max-restarts", min=0, help="Restarts in a row of one worker after deaths; one more death ends the pool."
+        ),
     ] = 10,
     grace: Annotated[
         float, typer.Option("--grace", min=0.0, help="Seconds that a stopping worker has to finish what it took.")

@@ -25,7 +25,7 @@ def share(
         str,
         typer.Argument(
             metavar="DIRECTORY",
-            help="What all containers have mounted: their SHMTENSOR_DIR. It is made if its parent may be written.",
+            help="The directory that all containers mount, their SHMTENSOR_DIR. Created if its parent is writable.",
         ),
     ],
     limit: Annotated[
@@ -38,12 +38,12 @@ def share(
         ),
     ] = None,
 ) -> None:
-    """Keep the segments of processes in containers that share a directory, but no /dev/shm.
+    """Serve the segments of processes in containers that share a directory, but no /dev/shm.
 
-    It runs once per directory, on the host or in a container of its own, as the user of all the others, and is started
-    first. Messages do not pass through it. It may be started again at any time: living processes give it their
-    segments, and go on. One line per event goes to stderr, the first of them when it is ready; systemd is notified.
-    SIGTERM and Ctrl-C end it.
+    Run one per directory, on the host or in a container of its own, as the same user as all the other processes, and
+    start it first. Messages do not pass through it. It may be restarted at any time: living processes give it their
+    segments, and go on. One line per event goes to stderr, the first one when it is ready; systemd is notified. SIGTERM
+    and Ctrl-C end it.
 
     Example: shmtensor share /run/shmtensor/shared --limit 8GiB, and SHMTENSOR_DIR=/run/shmtensor/shared in each
     container

@@ -62,8 +62,8 @@ class Order(str, enum.Enum):
 
 @guarded
 def top(
-    pattern: Annotated[str, typer.Argument(help='Only channels with such names, for example "camera*".')] = "*",
-    sort: Annotated[Order, typer.Option(help="What comes first: the largest; or the first name.")] = Order.NAME,
+    pattern: Annotated[str, typer.Argument(help='A pattern for the names of channels, for example "camera*".')] = "*",
+    sort: Annotated[Order, typer.Option(help="The sort order: the largest first; names alphabetically.")] = Order.NAME,
     interval: Annotated[float, typer.Option(help="Seconds between two readings.", min=0.1, max=LONGEST_S)] = 1.0,
     count: Annotated[int, typer.Option(help="End after so many readings; 0: on Ctrl-C.", min=0)] = 0,
     once: Annotated[bool, typer.Option("--once", help="End after one reading: --count 1.")] = False,
@@ -71,12 +71,13 @@ def top(
 ) -> None:
     """Show channels and members live: messages and bytes per second, what waits, who holds what, and how old it is.
 
-    Only looks, as ls does. Rates come from two readings, so the first one with rates is shown after an interval. A
-    reading comes earlier if a process ends: its members are shown as dead in that one, and are gone in the next, unless
-    messages of theirs are still needed. Bytes are estimated by the size of each sender's newest message. On 140 columns
-    and more, also what each member has counted since it joined: waits for a slot, sleeps, and so on. Ctrl-C ends it.
+    It joins no channel and changes nothing. Rates need two readings, so they are shown after the first interval. If a
+    process ends, the next reading is made at once: its members are shown as dead, and removed in the reading after
+    that, unless their messages are still needed. Bytes are estimated by the size of each sender's newest message. On
+    140 columns and more, each member's counters since it joined are shown: waits for a slot, sleeps, and so on. Ctrl-C
+    ends it.
 
-    Keys on a terminal: q quits, s sorts by what comes next, up, down, PgUp and PgDn scroll, Ctrl-Z stops it until `fg`.
+    Keys on a terminal: q quits, s switches the sort order, up, down, PgUp and PgDn scroll, Ctrl-Z suspends it.
     """
     if not pattern:
         raise fail("PATTERN is empty, which is no channel's name: leave it out for all channels", 2)

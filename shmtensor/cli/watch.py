@@ -95,9 +95,9 @@ def hz(
 ) -> None:
     """Print how many messages each sender of a channel sends per second, over a window, every second.
 
-    Only looks: it joins no channel, so that a sender without receivers is measured as well. Bytes are estimated by the
-    sizes of each sender's newest messages. Waits for a channel that does not exist yet, or that has ended. Ctrl-C ends
-    it; exit code 1 if there is no channel in time, or it cannot be read.
+    It joins no channel, so that a sender without receivers is measured as well. Bytes are estimated by the sizes of
+    each sender's newest messages. It waits for a channel that does not exist yet, or that has ended. Ctrl-C ends it;
+    exit code 1 if there is no channel in time, or it cannot be read.
     """
     named(channel)
     with until_interrupted():
@@ -166,7 +166,7 @@ steady rate up to 1 kHz, and rarely when the channel is silent."""
 def echo(
     channel: Annotated[str, typer.Argument(metavar="NAME", help="The channel.")],
     count: Annotated[int, typer.Option(help="End after so many messages; 0: on Ctrl-C.", min=0)] = 0,
-    digest: Annotated[bool, typer.Option(help="Read the whole payload for a digest, or leave it alone.")] = True,
+    digest: Annotated[bool, typer.Option(help="Whether to read the whole payload for a digest.")] = True,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds to wait for the channel; by default without limit.", min=0.0)
     ] = None,
@@ -174,11 +174,11 @@ def echo(
 ) -> None:
     """Print the messages of a channel: structure, dtypes, shapes, scalars, meta, and a digest of the bytes.
 
-    First those that are still needed, then each new one that can be read before its slot is used again; it says how
-    many it missed. It joins no channel: nothing is taken from a work queue, and no sender waits. What was overwritten
-    while it was read is not printed. The digest (xxh3, 64 bits) and the values of NumPy scalars are left out if the
-    payload may have been written to meanwhile. Ctrl-C ends it; exit code 1 if there is no channel in time, or it cannot
-    be read.
+    It prints messages that are still needed, then each new one that can be read before its slot is used again, and how
+    many were missed. It joins no channel: nothing is taken from a work queue, and no sender waits. Messages that were
+    overwritten while they were read are not printed. The digest (xxh3, 64 bits) and the values of NumPy scalars are
+    left out if the payload may have been written to meanwhile. Ctrl-C ends it; exit code 1 if there is no channel in
+    time, or it cannot be read.
     """
     named(channel)
     with until_interrupted(), contextlib.closing(_messages(channel, digest, timeout)) as messages:
@@ -256,14 +256,12 @@ _OPEN_END_S = 60.0
 @guarded
 def trace(
     channel: Annotated[str, typer.Argument(metavar="NAME", help="The channel.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; -: to stdout.")] = Path(
-        "trace.json"
-    ),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; -: stdout.")] = Path("trace.json"),
     seconds: Annotated[float, typer.Option(help="Seconds to trace; 0: until Ctrl-C.", min=0.0, max=LONGEST_S)] = 5.0,
     every: Annotated[
         int | None,
         typer.Option(
-            help="Only messages whose number is a multiple of it; 1: each message.",
+            help="Trace messages whose number is a multiple of it; default: 1, or as many as fit in --most.",
             min=1,
             show_default="1; of a fast channel, what makes --seconds fit into --most",
         ),
@@ -274,11 +272,11 @@ def trace(
 ) -> None:
     """Trace a channel: each send, take and release, with flows between the processes, for ui.perfetto.dev.
 
-    While it lasts, the members of the channel write their events to memory that they share with this command, which
-    joins the channel as a member that neither sends nor receives; before and after, they write nothing. A sleeping
-    member is traced from its next message on. The file is in the Trace Event Format of Chrome and Perfetto. Ctrl-C,
-    SIGTERM and SIGHUP end it early: what was seen is written; a second one writes nothing. Exit code 1 if there is no
-    such channel, or it is traced already.
+    While it runs, the members of the channel write events to memory that they share with this command, which joins the
+    channel as a member that neither sends nor receives. Without a trace, they write none. A sleeping member is traced
+    from its next message on. The file is in the Trace Event Format of Chrome and Perfetto. Ctrl-C, SIGTERM and SIGHUP
+    end it early and write the events so far; a second signal writes no file. Exit code 1 if there is no such channel,
+    or it is traced already.
     """
     named(channel)
     to_stdout = str(output) == "-"
@@ -411,13 +409,13 @@ class _Impatient:
 def metrics(
     port: Annotated[int, typer.Option(help="Port to listen at; 0: any that is free.", min=0, max=65535)] = 9464,
     address: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    pattern: Annotated[str, typer.Argument(help='Only channels with such names, for example "camera*".')] = "*",
+    pattern: Annotated[str, typer.Argument(help='A pattern for the names of channels, for example "camera*".')] = "*",
 ) -> None:
     """Serve the metrics of all channels and services of this machine at http://ADDRESS:PORT/metrics.
 
-    In the formats of Prometheus and OpenMetrics. Each request reads shared memory anew: a process that has died is gone
-    from the next scrape. Joins no channel. SIGTERM and Ctrl-C end it. Needs prometheus_client (pip
-    install '.[metrics]' in a checkout).
+    The formats are those of Prometheus and OpenMetrics. Each request reads shared memory anew: the next scrape has no
+    process that has died. It joins no channel. SIGTERM and Ctrl-C end it. It needs prometheus_client (pip install
+    '.[metrics]' in a checkout).
     """
     found = collector(pattern)
     try:
