@@ -244,8 +244,8 @@ static int write_tensor(Writer *writer, PyObject *value) {
     uint64_t size = writer->codec->rows[code].itemsize;
     for (int i = 0; i < tensor.ndim; i++)
         if (__builtin_mul_overflow(size, (uint64_t)tensor.shape[i], &size)) return 1;
-    /* A copy of a large one takes far longer than to ask; of small ones docs/guide/values.md tells. A part of a storage that was
-     * freed seems to lie at its offset. */
+    /* For large tensors the check takes far less time than the copy; for small ones it is left out: docs/guide/values.md. A tensor
+     * whose storage was freed seems to lie at its offset. */
     if (size > (uint64_t)writer->codec->small || (uintptr_t)tensor.data < UNUSUAL) {
         const char *data = tensor.data;
         int has_all = is_in_its_storage(writer->codec, value, data, size);
@@ -492,7 +492,7 @@ typedef struct {
 
 /* 0 for equal views; any order else. */
 static int compare_views(const Extent *left, const Extent *right) {
-    enum { FIELDS = 4, REST = 16 }; /* between them the storage and the offset, which are not set yet */
+    enum { FIELDS = 4, REST = 16 }; /* the storage and the offset lie between them, and are not set yet */
     if (left->start != right->start) return left->start > right->start ? 1 : -1;
     if (left->node_size != right->node_size) return left->node_size > right->node_size ? 1 : -1;
     int fields = memcmp(left->node, right->node, FIELDS);

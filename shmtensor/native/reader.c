@@ -1,9 +1,9 @@
 /* The receiving end in C: a reader for each sender, its messages, and the leases that their views hold.
  *
- * `ring/reader.py` documents each call; `protocol/reader.c` does it to the words. One call takes a message, decodes it, and
- * puts it into `undelivered`, the dict of messages that `recv` has not returned, so that an asynchronous exception arrives before
- * or after. Or it is an item that is loaded: an exception arrives after calls and not after that, and the message goes straight to
- * the caller. The interpreter lock keeps threads apart: from the first load to the last store of a take, no Python code and no other
+ * `ring/reader.py` documents each call; `protocol/reader.c` does it to the words. One call takes a message, decodes it, and puts it
+ * into `undelivered`, the dict of messages that `recv` has not returned, so that an asynchronous exception arrives before or after.
+ * With an item load (`set[...]`), the message goes straight to the caller: an exception may arrive after a call, but not after an
+ * item load. The interpreter lock keeps threads apart: from the first load to the last store of a take, no Python code and no other
  * thread runs. Decoding comes after it, and may run Python code; by then the message is taken, and other threads take other ones.
  */
 
@@ -603,7 +603,7 @@ static void undo(Reader *self, const taken *t, Lease *lease) {
     tell_end(self, t->seq);
 }
 
-/* An asynchronous exception, to be raised when the message is in its place. */
+/* An asynchronous exception that is raised later, when the message is in its place. */
 typedef struct {
     PyObject *type, *value, *traceback;
 } Raised;
@@ -716,8 +716,8 @@ typedef struct {
     PyObject *make, *made, *then;     /* or put the result of `make` for its value into this list, finish it, and call `then` */
 } Sink;
 
-/* What a caller has in hand, endpoints/claims.py, is done: it asks for the next message. 1, or -1 with an error; 0 if something in
- * it is not a lease of these, which the endpoint knows. */
+/* Mark the messages in a `Hand` (endpoints/claims.py) as done: its thread or task asks for the next one. 1, or -1 with an error; 0
+ * if something in it is not a lease of this module, which the endpoint handles. */
 static int finish_hand(Reader *self, PyObject *hand) {
     PyObject *name = self->codec->names[LAST], *last = PyObject_GetAttr(hand, name), *each = last;
     while (each && PyTuple_CheckExact(each) && PyTuple_GET_SIZE(each) == 4 && Py_TYPE(PyTuple_GET_ITEM(each, 0)) == self->lease_type) {
@@ -880,7 +880,7 @@ static take_result take_again(Reader *self, taken *t, Lease **lease) {
     return TAKE_TAKEN;
 }
 
-/* Nobody reads on: what was to be decoded again is given back. */
+/* Give back the messages that were to be decoded again: the receiver reads no more. */
 static void drop_again(Reader *self) {
     while (self->again) {
         Lease *first = self->again;

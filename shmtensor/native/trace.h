@@ -10,7 +10,7 @@ typedef struct {
     event_log log;
     Py_buffer words, limits;
     uint64_t begun, found; /* a sender: when it began to look for slots; when it had them, if it waited; 0: it has not */
-    int waited;            /* it has looked for them in vain */
+    int waited; /* a search found none */
     int goes_on;           /* `begun` is that of the message that the endpoint sends step by step now */
 } Trace;
 

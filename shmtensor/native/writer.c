@@ -1,4 +1,4 @@
-/* The sending end of one producer, as Python has it: protocol/writer.h with the codec before it and the wake-up behind it.
+/* The sending end of one producer for Python: protocol/writer.h, preceded by the codec and followed by the wake-up.
  *
  * `send` does everything in one call, or nothing: then the endpoint calls `acquire` and `publish`. docs/internals/core.md. The
  * interpreter lock is the mutual exclusion: nothing in `send` runs Python code, or lets other threads run, between the first check
@@ -412,14 +412,14 @@ static PyObject *Writer_seek(Writer *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-/* Slots were looked for. */
+/* Note, for the trace, the end of a search for slots. */
 static void note_search(Trace *trace, int has_found) {
     if (!trace->begun) trace->begun = monotonic_ns(); /* of a loan */
     if (!has_found) trace->waited = 1;
     else if (trace->waited) trace->found = monotonic_ns();
 }
 
-/* A message was published: its record has the time. */
+/* Note, for the trace, that a message was published: its record has the time. */
 static void note_sent(Writer *self, const allocation *at, uint64_t seq, uint64_t nbytes) {
     Trace *trace = &self->trace;
     uint64_t end = load_relaxed(record_of(&self->core.rings[at->ring].shared, at->slot) + 1);

@@ -1,4 +1,5 @@
-/* What a member writes down of its messages while a tracer wants it: ring/events.py draws it, and is the same in Python.
+/* The events that a member records about its messages while its channel is traced: ring/events.py draws the layout, and is the
+ * reference.
  *
  * An area has one writer at a time: the caller makes sure. Without a tracer `written` is NULL, and that is all that is checked.
  */

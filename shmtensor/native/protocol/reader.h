@@ -55,7 +55,7 @@ typedef struct {
     uint64_t scanned;        /* claims: the newest message that this scan by `reader_scan` has reached */
     uint8_t description_version; /* what the first description must begin with; 0: anything */
     uint8_t known;           /* a record of this producer was read: all others are of this version, or damaged */
-    uint8_t contended;       /* a lock was held briefly in vain: it may have made the producer fail, which may sleep now */
+    uint8_t contended; /* a lock was held briefly without a take: the producer may have failed because of it, and may sleep now */
 } reader;
 
 typedef struct {

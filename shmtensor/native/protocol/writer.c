@@ -143,8 +143,8 @@ static int search_ring(writer *w, uint32_t index, uint64_t nbytes, int look, uin
 
 enum { FEW = 4 };
 
-/* Of several rings, most may be full: all slots are looked at only where the first that are tried are busy, in the ring that fits
- * best and in one as good that was used last. */
+/* Search the rings for free slots. Most of several rings may be full: all slots are checked only if the first ones are busy in the
+ * ring that fits best, and in an equally good ring that was used last. */
 static int search(writer *w, uint64_t nbytes, slot_sizes sizes, int look, allocation *out) {
     uint32_t order[MOST_RINGS], count = fitting(w, nbytes, sizes, order), last = w->last;
     if (count > 1) {
