@@ -370,7 +370,8 @@ def _sweep_locked(
 def _sweep(
     channel: str, segment: shm.Segment, locks: LockFile, directory: str, before: list[Leftover], *, dry_run: bool
 ) -> list[Leftover]:
-    """`before`: the files of members, as listed before the channel was locked. Who has joined since owns none."""
+    """`before`: the files of members, as listed before the channel was locked. Members that have joined since own none
+    of them."""
     if not segment.is_still(control_name(channel)):
         return []
     segment.nbytes = os.fstat(segment.fd).st_size  # a joiner may have made it before we had the lock
@@ -434,7 +435,7 @@ def sweep_all(
 ) -> list[Leftover]:
     """Sweep every channel of this user, then the inboxes that no member owns. A channel that fails is skipped.
 
-    Waits up to `patience` seconds for the lock of each in which somebody has died: the others are only looked at.
+    Waits up to `patience` seconds for the lock of each channel in which a member has died; others are only read.
     `most_closed`: how many of the channels without deaths, in which senders have closed and left messages, are swept;
     they are chosen at random. Their receivers clean up when they have taken these messages, and finding out what they
     still need would make joins slow.
@@ -465,7 +466,7 @@ def sweep_all(
 
 
 def _sweep_sockets(directory: str, known: set[int], *, dry_run: bool) -> list[Leftover]:
-    """`known`: uids that were in tables of members just now. Their inboxes are not looked at."""
+    """`known`: uids that were in tables of members just now. Their inboxes are not checked."""
     try:
         names = [name for name in os.listdir(directory) if is_socket_name(name) and int(name, 16) not in known]
     except OSError as error:

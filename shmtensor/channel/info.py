@@ -53,7 +53,8 @@ class MemberInfo:
     pid: int
     """Its process, in the pid namespace of that process: inside a container, the container's number."""
     host_pid: int
-    """The same process in the pid namespace of whoever inspects; 0 if it was not found: dead, or another user's."""
+    """The same process in the pid namespace of the process that inspects; 0 if it was not found: dead, or another
+    user's."""
     process: str
     """What its process runs: the script or module of a Python program, else the program; `""` if it was not found."""
     alive: bool
@@ -85,7 +86,7 @@ class MemberInfo:
     waits: int = 0
     """Of a sender: sends that found no free slot and waited for one. This and all below count from when it joined."""
     dropped: int = 0
-    """Of a sender with `full="drop"`: messages that it dropped for want of a slot."""
+    """Of a sender with `full="drop"`: messages that it dropped for lack of a slot."""
     sleeps: int = 0
     """Of a receiver: how often it went to sleep, since no message came while it stayed awake."""
     late: int = 0

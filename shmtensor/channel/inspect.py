@@ -336,7 +336,7 @@ def _peer(kind: int, groups: tuple[Group, ...], index: int, entry: list[int], al
 
 
 def _fields(peer: Peer, entry: list[int], process: Process) -> dict[str, Any]:
-    """The fields of a `MemberInfo` that can be told from its entry."""
+    """The fields of a `MemberInfo` that its entry determines."""
     return {
         **vars(peer), "process": process.name, "label": _label(entry), "asleep": entry[ctl.M_ASLEEP] % 2 == 1,
         "joined": entry[ctl.M_JOINED] / 1e9, **dict(zip(COUNTERS, entry[_COUNTERS:], strict=False)),

@@ -15,7 +15,7 @@ _SEGMENTS: Final = ("shmtensor.", "memfd:shmtensor.")
 
 
 class Process(NamedTuple):
-    """A process of this machine. Both are empty if it cannot be found or looked at."""
+    """A process of this machine. Both fields are empty if it cannot be found or read."""
 
     pid: int
     """In the pid namespace of this process."""

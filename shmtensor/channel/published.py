@@ -225,7 +225,7 @@ def _uncovered(count: int, slots: list[int], spans: list[int]) -> list[int]:
 
 
 class _Use(NamedTuple):
-    """Who still needs some of the messages of a ring."""
+    """One holder of some messages of a ring, and how it holds them."""
 
     which: _Mask
     holder: Holder
@@ -596,7 +596,7 @@ class _Ring:
         return result
 
     def _held_by(self, found: _Messages, locked: _Mask, peers: list[Peer], how: str, base: int = 0) -> list[_Use]:
-        """Who of the peers holds the locks on these messages, as far as `/proc/<pid>/fdinfo` may be read."""
+        """The peers that hold the locks on these messages, as far as `/proc/<pid>/fdinfo` may be read."""
         masks: dict[Holder, _Mask] = {}
         numbers = locked.nonzero()[0].tolist()
         candidates: list[tuple[Holder, Ranges]] = []

@@ -212,7 +212,8 @@ async def s3_answer(fs: Any, key: str, start: int, end: int) -> AsyncIterator[An
 
 
 def _check_range(sent: str | None, start: int) -> None:
-    """`OSError` if a server says that it sends another range: parts of tensors have no digest that would tell."""
+    """Raise `OSError` if a server says that it sends another range: parts of tensors have no digest that would show
+    that."""
     if sent is not None and not sent.startswith(f"bytes {start}-"):
         raise OSError(f"the server sends {sent!r:.60} in place of the bytes from {start}")
 

@@ -317,7 +317,7 @@ class SaveHandle(Local):
     @property
     def uploaded(self) -> Future[str]:
         """With `upload=`: done when the checkpoint is at its URL, and listed there; its result is that URL. If it
-        failed, the checkpoint is durable all the same, and is uploaded after the next save, or by the next
+        failed, the checkpoint is durable nevertheless, and is uploaded after the next save, or by the next
         `CheckpointWriter` of the directory. Raises `ArgumentError` without `upload=`."""
         if not self._save.uploads:
             raise ArgumentError("this CheckpointWriter uploads nothing: pass upload=, the URL of a directory")

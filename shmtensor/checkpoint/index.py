@@ -1,7 +1,7 @@
 """The list of saves of a directory: which files are this library's own, and in which order they were saved.
 
 `.shmtensor.index` is a JSON document that is replaced as a whole. An entry is written before its files get their final
-name, so that after a death the next process can tell a finished save from a foreign file.
+name, so that after a death the next process can distinguish a finished save from a foreign file.
 """
 
 from __future__ import annotations

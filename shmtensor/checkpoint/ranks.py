@@ -144,7 +144,7 @@ class RankDirectory(Directory):
             joined = True
             return None
         finally:
-            if not joined:  # who waits is not alive: else two who wait for each other's end would wait in vain
+            if not joined:  # a waiting rank must not count as alive: two would wait for each other for ever
                 locks.unlock(_TRAINERS + self.rank)
             locks.unlock(_MUTEX)
 
@@ -371,8 +371,8 @@ class Votes:
         """Give the checkpoint up, because this rank's part will not come. Returns the outcome, which may differ, or
         None if other processes hold the mutex for longer than `patience`.
 
-        This rank's part is removed first, so that nobody can commit the checkpoint, and there is room for the outcome.
-        If that cannot be written all the same, `refuse_again` does it. OSError: neither is done.
+        This rank's part is removed first, so that no process can commit the checkpoint, and there is room for the
+        outcome. If that still cannot be written, `refuse_again` does it later. OSError: neither is done.
         """
         with self._directory.deciding(patience) as mine:
             return self._refuse(key, f"rank {self._directory.rank}: {reason}") if mine else None

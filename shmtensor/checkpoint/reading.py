@@ -53,7 +53,7 @@ REQUEST_MIN: Final = 8 << 20  # bytes of a request to a server, if the tensor ha
 REQUEST_MAX: Final = 256 << 20
 CHUNK_DIRECT: Final = 16 << 20  # bytes; with direct I/O the disk wants long reads
 MAX_READERS: Final = 64
-_LOOK: Final = 0.1  # seconds between two looks whether a reader that waits is told to stop
+_LOOK: Final = 0.1  # seconds between two checks whether a reader that waits should stop
 _LARGE: Final = 4 << 20  # bytes
 _NOTHING: Final = np.empty(0, np.uint8)
 

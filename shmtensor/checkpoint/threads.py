@@ -24,7 +24,7 @@ _LOOK: Final = 0.1
 
 
 class Stopped(Exception):
-    """The thread was told to stop."""
+    """Raised in a thread that must stop."""
 
 
 class _Group:
@@ -87,13 +87,13 @@ _own = threading.local()
 
 
 def stopped() -> bool:
-    """Whether this thread was told to stop."""
+    """Whether this thread must stop."""
     group: _Group | None = getattr(_own, "group", None)
     return group is not None and group.over.is_set()
 
 
 def check() -> None:
-    """Raise `Stopped` if this thread was told to stop."""
+    """Raise `Stopped` if this thread must stop."""
     if stopped():
         raise Stopped
 

@@ -449,7 +449,8 @@ class CheckpointWriter(Local):
         """Wait until everything that was staged is durable or has failed, with `upload=` is uploaded or has failed, and
         callbacks have ended, and end the writing process. Idempotent.
 
-        With `on_error="raise"` it raises the first error of a save that you have not seen; it has closed all the same.
+        With `on_error="raise"` it raises the first error of a save that you have not seen; the writer is closed
+        nevertheless.
 
         Raises:
             TimedOut: after `timeout` seconds; the writer is still open then, or only waits for callbacks.

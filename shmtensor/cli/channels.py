@@ -156,7 +156,7 @@ def _member_dict(member: MemberInfo) -> dict[str, Any]:
 
 
 def taken_dict(member: MemberInfo) -> dict[str, Any]:
-    """What a receiver has taken and not, in the JSON forms of a member: null where nobody can know it."""
+    """How many messages a receiver has taken, and not taken, in the JSON forms of a member: null if that is unknown."""
     if member.delivery != "all":
         return {"received": None, "unread": None, "oldest_unread": None}
     return {"received": member.received, "unread": member.unread, "oldest_unread": member.oldest_unread}

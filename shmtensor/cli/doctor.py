@@ -60,7 +60,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 def examine() -> list[Finding]:
     """All findings, in the order of the report. A check that raises is a failed finding.
 
-    One check waits for a segment server that does not serve. If it is in vain, the others do not wait again.
+    One check waits for a segment server that does not serve. If the wait times out, the others do not wait again.
     """
     findings: list[Finding] = []
     with contextlib.ExitStack() as without_waiting:

@@ -444,8 +444,8 @@ def _counted_text(member: MemberInfo) -> str:
 
 
 def _holdings_text(holdings: list[Holding], watched: float, waiting: tuple[str, str] = ("", "")) -> str:
-    """Who holds what. `waiting`: the number and the time in the row; of what nobody has they are not said again, but
-    of a group, for each has its own."""
+    """Text of who holds what. `waiting`: the number and the time in the row; for messages that no member holds they are
+    not repeated, but of a group, for each has its own."""
     free = [(it, _waiting_cells(it.messages, it.oldest)) for it in holdings if it.how in _FREE]
     said = free[0][0] if len(free) == 1 and free[0][1] == waiting and not free[0][0].group else None
     return ", ".join(

@@ -11,10 +11,10 @@ A rank that fails must not keep the others waiting:
 
 With `AsyncStager`, what `async_save` waits for is one copy into shared memory. DCP stages a state before it plans, in
 the trainer's thread, and plans afterwards, in a thread of its own. Here the ranks plan first, by a small exchange in
-`stage`: each rank knows then which items are its own, and copies exactly those into its writer's slots. Then they tell
-each other that they have, or why not: if one has not, `async_save` raises on all of them. From there on no trainer is
-needed. DCP's thread plans once more, over the same tensors, for the metadata that it returns; it copies
-nothing, and waits until the checkpoint is durable.
+`stage`: each rank knows then which items are its own, and copies exactly those into its writer's slots. Then they
+exchange whether that succeeded, or why not: if one failed, `async_save` raises on all of them. From then on no trainer
+is needed. DCP's thread plans once more, over the same tensors, for the metadata that it returns; it copies nothing,
+and waits until the checkpoint is durable.
 """
 
 from __future__ import annotations

@@ -770,7 +770,7 @@ class Receiver(Endpoint):
             self._run(self._depart_if_last)
 
     def _outlast(self) -> None:
-        """At exit, with views that nobody will drop, such as a daemon thread's: leave, if no other process is left.
+        """At exit, with views that will not be dropped, such as a daemon thread's: leave, if no other process is left.
 
         Otherwise the kernel drops this member's lock when the process ends, and the others sweep what it leaves.
         """

@@ -130,7 +130,8 @@ class SegmentServer:
             undo.pop_all()
 
     def _listen(self) -> None:
-        """The socket gets its name last: nobody sees the directory without one in between, or a name that is no use."""
+        """Listen. The socket gets its name last, so that no process sees the directory without a socket, or a socket
+        that does not serve."""
         path = f"{self.directory}/{NEW_SOCKET}"
         _remove(path)
         self._listener.bind(path)
@@ -184,7 +185,8 @@ class SegmentServer:
     def close(self) -> int:
         """Close everything; returns how many names living processes may still give to another server. Idempotent.
 
-        The socket keeps its name if there are such: it tells processes that come meanwhile that they belong here.
+        The socket keeps its name if there are such names: it shows new processes that the directory has a segment
+        server.
         """
         if self._locks.fd < 0:
             return 0
@@ -292,7 +294,8 @@ class SegmentServer:
             beside.close()  # unless a name has it now
 
     def _explain_shortage(self) -> str:
-        """Why it can open no more files. If so it cannot be given what it awaits: that is logged once, and told all."""
+        """Why the server can open no more files. If it awaits segments then, it cannot take them: this is logged once,
+        and sent to all clients as the reason."""
         text = (
             f"it may open too few files ({self._most_files}), and keeps {len(self._names)} names: start it again with "
             "a higher limit (ulimit -n, LimitNOFILE=)"
@@ -458,7 +461,8 @@ def _inode(file: OpenFile) -> tuple[int, int]:
 
 
 def _sealed(file: OpenFile, serial: int) -> _Named:
-    """What a client has passed, checked, sealed, and opened anew, so that nobody shares locks with the server.
+    """Check and seal the file that a client has passed, and open it anew, so that no client shares locks with the
+    server.
 
     Raises `WireError` if it is not memory of this user that may grow and be written.
     """

@@ -454,7 +454,8 @@ class Served:
             self._follow(follower)
 
     def _follow(self, follower: _thread.LockType) -> None:
-        """A thread: follow the servers, until nobody need. Nothing else ends it: the next server waits for its word."""
+        """Follow the servers in a thread, until this process holds no segment and asks for none. Nothing else ends
+        it, since the next server waits for its report."""
         ends = [unopened(), unopened()]
         try:
             while True:
@@ -505,7 +506,8 @@ class Served:
             tries += 1
 
     def _tell(self, error: Exception, is_told: bool) -> bool:
-        """Log why the server was not followed, once what will not pass by itself. Whether that has been told."""
+        """Log why the server was not followed; an error that will not pass by itself is logged once. Returns whether it
+        has been logged."""
         stays = not isinstance(error, OSError) or error.errno in (errno.EMFILE, errno.ENFILE)
         log.log(logging.WARNING if stays and not is_told else logging.DEBUG, "%s: %s", self, str(error) or repr(error))
         return is_told or stays

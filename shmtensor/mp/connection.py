@@ -1,6 +1,6 @@
 """`Pipe`: the two connected ends of `multiprocessing.Pipe`, with tensors and arrays in shared memory.
 
-A connection is the standard library's, with its socket or pipe: all that tells one process of another's end, and
+A connection is the standard library's, with its socket or pipe: everything that shows a process the end of another, and
 `multiprocessing.connection.wait`, work as ever. What `send` writes into it is the pickled object, as there, or the name
 of the slot that has it:
 

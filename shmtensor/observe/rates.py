@@ -28,7 +28,7 @@ _UNSEEN: Final = -1, None
 
 
 def has_newest(member: MemberInfo) -> bool:
-    """Whether a sender's newest message is known: it has sent one, which was not overwritten while it was looked at."""
+    """Whether a sender's newest message is known: it has sent one that was not overwritten while it was read."""
     return member.newest_age > 0
 
 

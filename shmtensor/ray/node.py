@@ -1,7 +1,7 @@
 """The relays of one node, in an actor on it: one that listens, and one to each other node.
 
-The driver says again and again who is there (`NodeRelays.update`), and each node makes of its relays what the table
-says: so a lost call, a node that comes late and an actor that was started again are all the same case.
+The driver repeatedly sends the table of nodes (`NodeRelays.update`), and each node creates and ends relays to match it:
+so a lost call, a node that joins late and a restarted actor need no special handling.
 """
 
 from __future__ import annotations

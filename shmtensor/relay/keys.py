@@ -1,4 +1,5 @@
-"""The names of a relay: Zenoh keys, the user, and the hash of a channel that tells where messages came through."""
+"""The names of a relay: Zenoh keys, the user, and the hash of a channel, which shows through which channels messages
+came."""
 
 from __future__ import annotations
 

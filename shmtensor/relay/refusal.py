@@ -33,7 +33,7 @@ class Refusal:
         return is_new
 
     def forget_audience(self) -> None:
-        """An attempt has ended otherwise: who is there now is not known."""
+        """Forget the audience: an attempt has ended without a refusal, so the present audience is unknown."""
         self._alone_since = 0.0
 
     def begin_attempt(self, received: int, now: float) -> None:
@@ -55,6 +55,6 @@ class Refusal:
         return bool(self.why) and (is_alone or now - self._since >= _LOST_S)
 
     def note_told(self) -> bool:
-        """It is said that messages go to others. Returns whether it was not said before."""
+        """Note that it was logged that messages go to others. Returns whether it was not logged before."""
         was_told, self._is_told = self._is_told, True
         return not was_told

@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 
 class ItemSender(Generic[T]):
-    """Sends items of a window, in one attempt. What waits here leaves when it was sent, in order: none is passed over
-    but what nobody wants any more.
+    """Sends items of a window, in one attempt. Waiting items leave when they are sent, in order; only items that are
+    not wanted any more are skipped.
 
     Args:
         ids: of the frames: near relay, far relay, attempt.

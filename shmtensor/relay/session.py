@@ -1,4 +1,4 @@
-"""Zenoh, as a relay uses it: a session, keys, puts that wait instead of dropping, tokens of who is there.
+"""The part of Zenoh that a relay uses: a session, keys, puts that wait instead of dropping, liveliness tokens.
 
 The only module that imports `zenoh`, when the first relay is made.
 """
@@ -216,8 +216,8 @@ class Session:
 class _Guarded:
     """A callback that logs what it raises: nobody could catch it in Zenoh's thread.
 
-    Zenoh may keep it for a while after the session was closed, and may be in it: `end` waits for that, and lets go of
-    what it calls.
+    Zenoh may keep it for a while after the session was closed, and may be calling it: `end` waits for that, and drops
+    the callback.
     """
 
     def __init__(self, call: Callable[[Any], None]) -> None:
