@@ -86,7 +86,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
 _OF_SENDERS: dict[str, tuple[str, str]] = {
     "shmtensor_messages_published": ("published", "Messages that a sender has sent."),
     "shmtensor_slot_waits": ("waits", "Sends that found no free slot at once, and waited for one."),
-    "shmtensor_messages_dropped": ("dropped", "Messages that a sender dropped for want of a slot."),
+    "shmtensor_messages_dropped": ("dropped", "Messages that a sender dropped for lack of a slot."),
 }
 _OF_RECEIVERS: dict[str, tuple[str, str]] = {
     "shmtensor_sleeps": ("sleeps", "How often a receiver went to sleep to wait for a message."),
