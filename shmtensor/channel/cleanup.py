@@ -426,12 +426,14 @@ def sweep_all(
     directory: str,
     *,
     dry_run: bool = False,
-    skip: str | None = None,
+    joined: str | None = None,
     patience: float = 0.0,
     most_closed: int | None = None,
 ) -> list[Leftover]:
     """Sweep every channel of this user, then the inboxes that no member owns. A channel that fails is skipped.
 
+    `joined`: the channel that the caller joins next, which removes what its members left: here go only the files that
+    none of them owns, as a segment server may have been given them again after they were removed.
     Waits up to `patience` seconds for the lock of each in which somebody has died: the others are only looked at.
     `most_closed`: of channels without such deaths where senders have closed and left messages, only so many are swept,
     at random. Their receivers do so when they have taken these; and asking what they still need costs a join much.
@@ -444,7 +446,7 @@ def sweep_all(
     for channel, names in listed.items():
         owners, state = table.look(channel)
         known |= owners
-        if channel == skip or (state == _WELL and owners.issuperset(names.values())):
+        if (channel == joined or state == _WELL) and owners.issuperset(names.values()):
             continue
         (closed if state == _WITH_CLOSED and owners.issuperset(names.values()) else todo).append(channel)
     if most_closed is not None and len(closed) > most_closed:
