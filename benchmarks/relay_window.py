@@ -23,7 +23,8 @@ RATE = 10e9 / 8
 DELAYS = (0.001, 0.01, 0.1)
 """Seconds, one way."""
 SIZES = (KIB, 64 * KIB, MIB, 16 * MIB)
-WINDOWS = ((WINDOW, WINDOW_BYTES), (4096, 256 * MIB))
+WINDOWS = ((16, WINDOW_BYTES), (WINDOW, WINDOW_BYTES), (4096, 256 * MIB))
+"""The first is what one sender whose ring has 16 slots makes of the second: each message under way holds one."""
 TRIPS = 60
 """Round trips that are simulated. The first ones fill the window: the second half of the time counts."""
 
@@ -100,12 +101,12 @@ class Simulation:
 
 
 def main() -> None:
-    print(f"{'window':>16}  {'message':>8}" + "".join(f"{1000 * delay:>9g} ms" for delay in DELAYS))
+    print(f"{'window':>16}  {'message':>8}" + "".join(f"{1000 * delay:>11g} ms" for delay in DELAYS))
     for window in WINDOWS:
         for nbytes in SIZES:
             cells = [Simulation(nbytes, delay, window).run() for delay in DELAYS]
             name = f"{window[0]}, {label(window[1])}"
-            print(f"{name:>16}  {label(nbytes):>8}" + "".join(f"{cell / 1e6:>7.4g} MB/s" for cell in cells))
+            print(f"{name:>16}  {label(nbytes):>8}" + "".join(f"{cell / 1e6:>9.4g} MB/s" for cell in cells))
 
 
 if __name__ == "__main__":

@@ -71,10 +71,13 @@ def needs_veth() -> str | None:
         return "network namespaces take root"
     if shutil.which("ip") is None:
         return "`ip` is not installed"
-    tried = subprocess.run(
-        ["unshare", "-n", "ip", "link", "add", "a", "type", "veth", "peer", "name", "b"], capture_output=True, text=True
-    )
-    return tried.stderr.strip() if tried.returncode else None
+    try:
+        with network(VETH):
+            return None
+    except subprocess.CalledProcessError as error:
+        return str(error.stderr).strip()
+    except OSError as error:
+        return str(error)
 
 
 @contextlib.contextmanager
@@ -93,12 +96,12 @@ def network(name: str) -> Iterator[Ends]:
             if keeper.stdout is None or keeper.stdout.readline() != "up\n":
                 raise OSError("no network namespace")
         near, far = (keeper.pid for keeper in keepers)
-        enter = ["nsenter", "-t", str(near), "-n"]
-        made = f"link add relay0 type veth peer name relay0 netns {far}"
-        subprocess.run([*enter, "ip", *made.split()], check=True)
+        commands = [(near, f"link add name relay0 type veth peer name relay0 netns {far}")]
         for pid, number in ((near, 1), (far, 2)):
-            for each in (f"address add 10.77.1.{number}/24 dev relay0", "link set relay0 up"):
-                subprocess.run(["nsenter", "-t", str(pid), "-n", "ip", *each.split()], check=True)
+            commands += (pid, f"address add 10.77.1.{number}/24 dev relay0"), (pid, "link set relay0 up")
+        for pid, each in commands:
+            ip = "nsenter", "-t", str(pid), "-n", "ip"
+            subprocess.run([*ip, *each.split()], check=True, capture_output=True, text=True)
         yield Ends(near, far, "tcp/10.77.1.2:7447")
     finally:
         for keeper in keepers:

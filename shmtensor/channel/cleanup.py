@@ -429,13 +429,15 @@ def sweep_all(
     directory: str,
     *,
     dry_run: bool = False,
-    skip: str | None = None,
+    joined: str | None = None,
     patience: float = 0.0,
     most_closed: int | None = None,
 ) -> list[Leftover]:
     """Sweep every channel of this user, then the inboxes that no member owns. A channel that fails is skipped.
 
     Waits up to `patience` seconds for the lock of each channel in which a member has died; others are only read.
+    `joined`: the channel that the caller joins next, which removes what its members left: here go only the files that
+    none of them owns, as a segment server may have been given them again after they were removed.
     `most_closed`: how many of the channels without deaths, in which senders have closed and left messages, are swept;
     they are chosen at random. Their receivers clean up when they have taken these messages, and finding out what they
     still need would make joins slow.
@@ -448,7 +450,7 @@ def sweep_all(
     for channel, names in listed.items():
         owners, state = table.look(channel)
         known |= owners
-        if channel == skip or (state == _WELL and owners.issuperset(names.values())):
+        if (channel == joined or state == _WELL) and owners.issuperset(names.values()):
             continue
         (closed if state == _WITH_CLOSED and owners.issuperset(names.values()) else todo).append(channel)
     if most_closed is not None and len(closed) > most_closed:

@@ -174,7 +174,7 @@ def join(channel: str, kind: int, part: Part, prepare: Callable[[Member], None])
     placement.check_for_server()
     words.register()
     shortage.need_files(_FILES, f'joining channel "{channel}"')
-    cleanup.sweep_all(directory, skip=channel, patience=_MOMENT, most_closed=1)
+    cleanup.sweep_all(directory, joined=channel, patience=_MOMENT, most_closed=1)
     held: list[LockFile] = []
     try:
         member = _join(channel, kind, part, directory, prepare, held)

@@ -39,8 +39,9 @@ def register() -> None:
     once, into the object store. `ray.get` on a node that has the object gives a tensor that *is* the object's
     bytes: shared with everyone there, so it must not be written to (torch cannot forbid it: call `.clone()` first).
     The object stays in the store until the last such tensor, slice and view of it is gone, even if the reference
-    is. On another node Ray copies the object there first. Every dtype, dense strides, and sparse, nested and
-    quantized tensors survive. Small objects (100 KB, by Ray's default) lie in the processes' own memory.
+    is. After `ray.shutdown()`, what this process still views may change: copy it before. On another node Ray copies
+    the object there first. Every dtype, dense strides, and sparse, nested and quantized tensors survive. Small objects
+    (100 KB, by Ray's default) lie in the processes' own memory.
 
     A `torch.nn.Parameter` is copied once more by `ray.get`, and is private: optimizers write to it. Other subclasses,
     and tensors that need a gradient or have attributes, are pickled as before; but the plain tensors that they are made

@@ -471,6 +471,21 @@ def test_no_exception_is_lost_as_a_segment_is_found_and_opened(server):
     segment.unlink("/shmtensor.c")
 
 
+def test_names_that_come_back_end_with_the_next_join(directory, channel):
+    """A receiver gives another server the ring of a sender that has closed meanwhile: no member owns its names then."""
+    with Member((), directory) as receiver:
+        with running(directory):
+            receiver(f"rx = shmtensor.Subscriber('{channel}')")
+            with shmtensor.Publisher(channel) as sender:
+                sender.send(np.arange(3))
+                receiver(f"view = rx.recv(timeout={PATIENCE}).value")
+        with running(directory):
+            receiver("del view; rx.close()")
+            assert [name for name in segment.listing() if parse_file(name)[1]]
+            shmtensor.Publisher(channel).close()
+            assert segment.listing() == []
+
+
 # --- what runs out
 
 
@@ -603,6 +618,7 @@ def test_a_descriptor_that_may_not_be_passed(monkeypatch):
 
 def test_a_refusal_by_security_labels_reaches_the_user(server, monkeypatch):
     def refuse(connection, most):
+        connection.recv(most)  # as the kernel: who ends a connection with a packet unread takes the reply back
         raise PermissionError(errno.EACCES, "security labels")
 
     with monkeypatch.context() as patch:
