@@ -67,10 +67,10 @@ class OpenFile:
     __del__ = property(attrgetter("_file.close"))
 
 
-def open_file(path: str, flags: int, mode: int = 0o644) -> OpenFile:
+def open_file(path: str, flags: int) -> OpenFile:
     """`os.open`, close-on-exec, as an object that closes the file when nobody refers to it. Raises OSError."""
     file = OpenFile()
-    file.open(os.open, path, flags | os.O_CLOEXEC, mode)
+    file.open(os.open, path, flags | os.O_CLOEXEC, 0o644)
     return file
 
 

@@ -18,7 +18,7 @@ from ..options import format_bytes
 from . import lifecycle, placement, shortage
 from .descriptors import Descriptor, Found, OpenFile, empty_all_of
 from .locks import LockFile, is_locked
-from .mapped_file import FIXED, FileMap, libc
+from .mapped_file import FIXED, POPULATE_WRITE, FileMap, libc
 from .placement import Place
 from .shortage import SHM_DIR as SHM_DIR
 
@@ -42,7 +42,7 @@ _KINDS: Final = {
     stat.S_IFBLK: "a device",
 }
 _LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-_POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14; older kernels refuse, pages then fault one by one
+_POPULATE_READ: Final = 22  # MADV_POPULATE_READ
 
 
 class SharedMap(FileMap):
@@ -107,7 +107,7 @@ class Mapping:
     def populate(self, *, write: bool) -> None:
         """Enter every page into this process's page table now, not at first touch. Best effort."""
         with contextlib.suppress(OSError, ValueError):
-            self.map.madvise(_POPULATE_WRITE if write else _POPULATE_READ)
+            self.map.madvise(POPULATE_WRITE if write else _POPULATE_READ)
 
 
 class Alias:
