@@ -24,7 +24,7 @@ from ..codec.libraries import import_torch
 from ..endpoints.pubsub import Publisher, Subscriber
 from ..errors import ArgumentError
 from ..options import format_bytes, parse_bytes
-from .output import console, fail, guarded, print_json
+from .output import AsJson, console, fail, guarded, print_json
 
 OURS: Final = "shmtensor"
 QUEUE: Final = "multiprocessing.Queue"
@@ -83,7 +83,7 @@ class NoMemory(Exception):
 def bench(
     size: Annotated[str, typer.Option(metavar="BYTES", help="Of the tensor: a number, or like 64KiB.")] = "1KiB",
     seconds: Annotated[float, typer.Option(min=0.01, max=600, help="Time to measure, all transports together.")] = 3.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the round trip and the one-way rate of a tensor between two processes, beside the usual queues.
 

@@ -22,10 +22,10 @@ from ..channel import cleanup
 from ..channel.cleanup import Foreign, Leftover, foreign
 from ..channel.info import ChannelInfo, HeldMessage, Holding, MemberInfo
 from ..channel.inspect import COUNTERS, Inspector, view_of
-from ..channel.names import check_channel, parse_file, socket_dir
-from ..errors import ResourceError, ShmTensorError
+from ..channel.names import parse_file, socket_dir
+from ..errors import ResourceError
 from ..options import format_bytes
-from .output import console, fail, guarded, print_json, seconds
+from .output import AsJson, console, fail, guarded, named, print_json, seconds
 
 _WILD = frozenset("*?[")
 _GAP = 3
@@ -43,17 +43,14 @@ def ls(
     pattern: Annotated[
         str | None, typer.Argument(help='Only this channel, or those with such names, for example "camera*".')
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List channels: members, rings, slots in use, who holds what, and how old it is; and what is not the library's.
 
     Only looks: it joins no channel and changes nothing. Exit code 1 if PATTERN is given and no channel has such a name.
     """
     if pattern is not None and not _WILD & set(pattern):
-        try:
-            check_channel(pattern)
-        except ShmTensorError as error:
-            raise fail(str(error), 2) from None
+        named(pattern)
     wanted = None if pattern is None else functools.partial(_matches, pattern)
     views = Inspector(messages=as_json).channels(wanted)
     others = foreign(usable_socket_dir() if wanted is None else None)
@@ -317,7 +314,7 @@ PATIENCE = 2.0
 @guarded
 def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Remove segments, semaphores and sockets whose owners are dead. What the living need is never touched.
 

@@ -31,7 +31,7 @@ from ..checkpoint.plan import Entry
 from ..checkpoint.remote import RemotePath, is_url, without_secrets
 from ..errors import ArgumentError, CheckpointError, ShmTensorError
 from ..options import format_bytes, parse_bytes, reason
-from .output import console, fail, guarded, print_json, seconds, signals_interrupt, visible
+from .output import AsJson, console, fail, guarded, print_json, seconds, signals_interrupt, visible
 
 app = typer.Typer(help="Look at checkpoints, check them, convert them.", no_args_is_help=True)
 
@@ -47,7 +47,6 @@ _Replace = Annotated[
 _ReadableNames = Annotated[
     bool, typer.Option("--readable-names", help="Names, shapes and dtypes of the tensors are readable without the key.")
 ]
-_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Readers = Annotated[int | None, typer.Option("--readers", help="Threads that read; by default one per core, 4 to 8.")]
 _KeyFile = Annotated[
     Path | None, typer.Option("--key-file", help="A file with the key: 32 bytes, or 64 hexadecimal digits.")
@@ -83,7 +82,7 @@ def info(
     every: Annotated[bool, typer.Option("--all", help=f"List every tensor, not only {_SHOWN}.")] = False,
     key_file: _KeyFile = None,
     passphrase: _Passphrase = False,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what a checkpoint holds; reads no tensors. Exit code 1 if it cannot be opened. Of an encrypted one without a
     key, only what is readable is shown, and it may have been changed by anybody."""
@@ -122,7 +121,7 @@ def verify(
     readers: _Readers = None,
     key_file: _KeyFile = None,
     passphrase: _Passphrase = False,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Read every byte and compare it with the digests in the files.
 
@@ -159,7 +158,7 @@ def convert(
         Path | None, typer.Option("--encrypt-with", help="A file with the key to encrypt the new checkpoint with.")
     ] = None,
     readable_names: _ReadableNames = False,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint again in another format. It appears under its name when it is complete and on disk.
 
@@ -201,7 +200,7 @@ def encrypt(
     readable_names: _ReadableNames = False,
     overwrite: _Overwrite = False,
     replace: _Replace = False,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Encrypt a checkpoint file of this machine. The source stays, without --replace."""
     try:
@@ -227,7 +226,7 @@ def decrypt(
     passphrase: _Passphrase = False,
     overwrite: _Overwrite = False,
     replace: _Replace = False,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Decrypt a checkpoint file of this machine: byte for byte the one that was encrypted. The source stays, without
     --replace."""
@@ -262,7 +261,7 @@ def ls(
     directory: Annotated[str, typer.Argument(help="A directory of checkpoints, or its URL.")] = ".",
     key_file: _KeyFile = None,
     passphrase: _Passphrase = False,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the checkpoints of a directory, the newest first: step, size, metrics, on a disk the names that lead there
     (`latest`, `best`), and which are not complete."""

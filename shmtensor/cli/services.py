@@ -1,20 +1,112 @@
-"""`shmtensor relay`: channels of this host on another one."""
+"""The commands that run until they are stopped; each imports what it runs when it is called.
+
+`shmtensor serve`: worker processes that answer a service's requests with a function. `relay`: channels of this host on
+another one. `share`: a segment server, for containers that share a directory and no `/dev/shm`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import resource
 import signal
+import socket
 import threading
 import time
-from typing import Annotated, Any, Final, Literal, cast
+from typing import Annotated, Final, Literal, cast
 
 import typer
 
+from ..channel.names import socket_dir
 from ..errors import ArgumentError, TimedOut
 from ..options import reason
-from .output import fail, guarded
+from .output import fail, guarded, signals_handled
 
+_ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 _SLICE_S: Final = 0.25
+
+
+def log_events() -> None:
+    """One line per event, to stderr."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+
+
+@guarded
+def serve(
+    handler: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:NAME",
+            help="The function that makes a reply's value of a request's value (and of a context, if it takes two), or "
+            "a class: each worker makes one, which loads the model, and calls it. The module may lie in the current "
+            "directory.",
+        ),
+    ],
+    name: Annotated[str, typer.Option("--name", help="The service's name: what clients ask for.")],
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Worker processes.")] = 1,
+    setup: Annotated[
+        str | None,
+        typer.Option(
+            "--setup",
+            metavar="MODULE:NAME",
+            help="A function that each worker calls before it takes requests; what it returns is context.state.",
+        ),
+    ] = None,
+    teardown: Annotated[
+        str | None,
+        typer.Option(
+            "--teardown",
+            metavar="MODULE:NAME",
+            help="A function that each worker calls when it ends, with what --setup returned.",
+        ),
+    ] = None,
+    max_batch: Annotated[
+        int | None, typer.Option("--max-batch", min=1, help="Requests to stack into one call; default: one by one.")
+    ] = None,
+    max_wait: Annotated[
+        float | None,
+        typer.Option(
+            "--max-wait", min=0.0, help="Seconds that a batch waits for more after its first request; default: 0.002."
+        ),
+    ] = None,
+    max_attempts: Annotated[
+        int, typer.Option("--max-attempts", min=1, help="Workers that may die with one request before it fails.")
+    ] = 3,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", min=0, help="Deaths in a row of one worker before all is given up.")
+    ] = 10,
+    grace: Annotated[
+        float, typer.Option("--grace", min=0.0, help="Seconds that a stopping worker has to finish what it took.")
+    ] = 30.0,
+    max_bytes: Annotated[
+        str | None, typer.Option("--max-bytes", help='Most shared memory for the replies to one client, e.g. "1GiB".')
+    ] = None,
+) -> None:
+    """Answer requests with worker processes; restart those that die.
+
+    SIGTERM and Ctrl-C stop it once the workers have finished what they took; a second one kills them. SIGHUP replaces
+    the workers one by one, for new code or a new model: each new one is ready before the old one ends. One line per
+    event goes to stderr. Exit code 0 after a stop, 1 if a worker kept dying or the handler cannot serve, 2 for options
+    that cannot be, 3 if workers had to be killed before they had finished.
+
+    Example: shmtensor serve mymodel:predict --name model --workers 4 --max-batch 32
+    """
+    from ..rpc import worker
+    from ..rpc.pool import serve as serve_forever
+
+    log_events()
+    try:
+        for what, each in (("handler", handler), ("setup", setup), ("teardown", teardown)):
+            if each is not None:
+                worker.check(each, what)
+        code = serve_forever(
+            handler, name=name, workers=workers, setup=setup, teardown=teardown, max_batch=max_batch, max_wait=max_wait,
+            max_attempts=max_attempts, max_restarts=max_restarts, grace=grace, max_bytes=max_bytes,
+        )  # fmt: skip
+    except ArgumentError as error:
+        raise fail(str(error), 2) from None
+    raise typer.Exit(code)
 
 
 @guarded
@@ -109,15 +201,10 @@ def relay(
     """
     from ..relay.relay import Relay
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    log_events()
     ended = threading.Event()
-
-    def end(*_: Any) -> None:
-        ended.set()
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with Relay(
+        with signals_handled(lambda *_: ended.set(), _ENDING), Relay(
             names, to=to or None, listen=listen or None, scout=scout, config=config,
             pattern=cast('Literal["fan-out", "work-queue", "service"] | None', pattern), remote=remote,
             transit=not no_transit,
@@ -137,6 +224,57 @@ def relay(
                 made.check()
     except ArgumentError as error:
         raise fail(reason(error), 2) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+
+@guarded
+def share(
+    directory: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIRECTORY",
+            help="What all containers have mounted: their SHMTENSOR_DIR. It is made if its parent may be written.",
+        ),
+    ],
+    limit: Annotated[
+        str | None,
+        typer.Option(
+            "--limit",
+            metavar="SIZE",
+            help='Most memory of all segments together, like "8GiB"; default: half of the memory of this machine, or '
+            "of the limit of this container (cgroup v2).",
+        ),
+    ] = None,
+) -> None:
+    """Keep the segments of processes in containers that share a directory, but no /dev/shm.
+
+    It runs once per directory, on the host or in a container of its own, as the user of all the others, and is started
+    first. Messages do not pass through it. It may be started again at any time: living processes give it their
+    segments, and go on. One line per event goes to stderr, the first of them when it is ready; systemd is notified.
+    SIGTERM and Ctrl-C end it.
+
+    Example: shmtensor share /run/shmtensor/shared --limit 8GiB, and SHMTENSOR_DIR=/run/shmtensor/shared in each
+    container
+    """
+    from ..memory.segment_server import SegmentServer
+
+    log_events()
+    os.environ["SHMTENSOR_DIR"] = os.path.abspath(directory)
+    where = socket_dir()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):  # each name takes a descriptor
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        made = SegmentServer(where, limit)
+    except ArgumentError as error:
+        raise fail(reason(error), 2) from None
+    with made as server, signals_handled(lambda *_: server.stop(), _ENDING):
+        _notify("READY=1")
+        server.run()
+
+
+def _notify(state: str) -> None:
+    """Tell systemd, if it has started this (`sd_notify(3)`)."""
+    path = os.environ.get("NOTIFY_SOCKET")
+    if path:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
+            connection.sendto(state.encode(), "\0" + path[1:] if path[0] == "@" else path)
