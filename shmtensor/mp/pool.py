@@ -31,9 +31,8 @@ from ..errors import ArgumentError, ClosedError, EndOfStream, PeerDied, Resource
 from ..memory.segment import free_bytes
 from ..options import check_count, context_of, parse_bytes
 from .direct import MOST_WORKERS, DirectProducer, Patience, ThreadLocks, value_of
-from .pickling import dumps, loads
+from .pickling import DescribedError, dumps, loads
 from .queue_handle import default_limit
-from .raised import DescribedError
 
 _PER_WORKER: Final = 8
 """Tasks per worker that wait for it or run; the others wait in the parent and take no slots."""

@@ -111,7 +111,7 @@ def process_class(chosen: Any) -> Any:
     return SpawnedProcess if plain and chosen.get_start_method() == "spawn" else chosen.Process
 
 
-def check_picklable(handler: Callable[..., Any], what: str = "handler") -> None:
+def check_picklable(handler: Callable[..., Any], what: str) -> None:
     """Raise `ArgumentError` unless a function can be pickled and unpickled by a worker that is not a fork."""
     names = _MainNames(io.BytesIO())
     try:
