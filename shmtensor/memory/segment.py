@@ -16,7 +16,7 @@ from .. import native
 from ..errors import ResourceError, WireError
 from ..options import format_bytes
 from . import lifecycle, placement, shortage
-from .descriptors import Descriptor, Found, OpenFile, empty_all_of
+from .descriptors import Descriptor, Found, OwnFile
 from .locks import LockFile, is_locked
 from .mapped_file import FIXED, POPULATE_WRITE, FileMap, libc
 from .placement import Place
@@ -278,23 +278,19 @@ def attach(name: str) -> Segment:
     return _open(name, 0)
 
 
-class Glance:
+class Glance(OwnFile):
     """A segment of any user, for reading alone. It is neither mapped nor locked."""
 
-    __slots__ = ("__weakref__", "_file", "_opening", "fd", "info", "name", "nbytes")
+    __slots__ = ("info", "name", "nbytes")
 
     def __init__(self, name: str) -> None:
-        self.name, self.fd, self._opening = name, -1, ""
-        self._file = OpenFile()
-        lifecycle.track(self, type(self).drop_in_child)
+        super().__init__()
+        self.name = name
 
-    def open(self, place: Place) -> None:
+    def look(self, place: Place) -> None:
         """Open it, for the first time or again."""
         found = place.find(self.name[1:], os.O_NOFOLLOW, held=False)
-        self._opening = found.leads_to  # another thread may fork before the descriptor is recorded: see `Descriptor`
-        self._file.open(os.open, found.path, found.flags | _LOOK)
-        self._opening = ""
-        self.fd = self._file.fd
+        self.open_at(found.path, found.flags | _LOOK, found.leads_to)
         self.info = os.fstat(self.fd)
         self.nbytes = self.info.st_size
 
@@ -323,18 +319,6 @@ class Glance:
         """Whether any process holds a lock within `[byte, byte + length)`."""
         return is_locked(self.fd, byte, length)
 
-    def drop_in_child(self) -> None:
-        """In a forked child: close the copy, which would keep the memory of what is removed."""
-        opening, self._opening = self._opening, ""
-        if opening:
-            empty_all_of(opening)
-        self.close()
-
-    def close(self) -> None:
-        """Close it. Idempotent."""
-        self.fd = -1
-        self._file.close()
-
     def __enter__(self) -> Glance:
         return self
 
@@ -359,7 +343,7 @@ def look_at(name: str, *, place: Place | None = None, is_regular: bool = False, 
         _check_kind(name)
     segment = Glance(name) if closed is None else closed
     try:
-        segment.open(placement.current() if place is None else place)
+        segment.look(placement.current() if place is None else place)
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, f"there is no segment {name}") from None
     except OSError as error:
