@@ -57,7 +57,15 @@ def ls(
     if wanted is not None:
         others = [it for it in others if wanted((parse_file(os.path.basename(it.path)) or ("",))[0])]
     if as_json:
-        print_json({"channels": [as_dict(view) for view in views], "foreign": [foreign_dict(it) for it in others]})
+        print_json(
+            {
+                "channels": [as_dict(view) for view in views],
+                "foreign": [
+                    {"path": it.path, "what": it.what, "user": user_name(it.owner) if it.owner >= 0 else None}
+                    for it in others
+                ],
+            }
+        )
     else:
         out = console()
         for view in views:
@@ -98,11 +106,6 @@ def describe(it: Foreign) -> str:
     return f"{it.path}: {it.what}, user {user_name(it.owner) if it.owner >= 0 else 'unknown'}"
 
 
-def foreign_dict(it: Foreign) -> dict[str, Any]:
-    """The JSON form of a foreign file."""
-    return {"path": it.path, "what": it.what, "user": user_name(it.owner) if it.owner >= 0 else None}
-
-
 def as_dict(view: ChannelInfo) -> dict[str, Any]:
     """The JSON form of a channel; ages and times in seconds, sizes in bytes, uids as 16 hex digits."""
     return {
@@ -122,6 +125,7 @@ def as_dict(view: ChannelInfo) -> dict[str, Any]:
 
 
 def _member_dict(member: MemberInfo) -> dict[str, Any]:
+    takes_all = member.delivery == "all"  # of others nobody knows what they have taken
     return {
         "uid": f"{member.uid:016x}",
         "index": member.index,
@@ -140,7 +144,7 @@ def _member_dict(member: MemberInfo) -> dict[str, Any]:
         "published": member.published,
         "newest_bytes": member.newest_bytes,
         "newest_age": member.newest_age,
-        **taken_dict(member),
+        **{name: getattr(member, name) if takes_all else None for name in ("received", "unread", "oldest_unread")},
         **{name: getattr(member, name) for name in COUNTERS},
         "rings": [
             {
@@ -150,13 +154,6 @@ def _member_dict(member: MemberInfo) -> dict[str, Any]:
             for ring in member.rings
         ],
     }  # fmt: skip
-
-
-def taken_dict(member: MemberInfo) -> dict[str, Any]:
-    """What a receiver has taken and not, in the JSON forms of a member: null where nobody can know it."""
-    if member.delivery != "all":
-        return {"received": None, "unread": None, "oldest_unread": None}
-    return {"received": member.received, "unread": member.unread, "oldest_unread": member.oldest_unread}
 
 
 def holding_dict(it: Holding) -> dict[str, Any]:
