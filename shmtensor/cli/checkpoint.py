@@ -57,8 +57,8 @@ _WITH_METRICS = 120
 """Columns of a terminal from which the table has one of metrics."""
 
 
-def _with_files(function: _F) -> _F:
-    """Print an OSError as one line and exit with code 1, as for the library's own errors."""
+def _command(function: _F) -> _F:
+    """Add a command, which prints an OSError as one line and exits with code 1, as for the library's own errors."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -71,12 +71,10 @@ def _with_files(function: _F) -> _F:
                 raise
             raise fail(reason(error)) from None
 
-    return run  # type: ignore[return-value]
+    return app.command()(guarded(run))  # type: ignore[return-value]
 
 
-@app.command()
-@guarded
-@_with_files
+@_command
 def info(
     path: Annotated[str, typer.Argument(help="A file, a directory of shards or of checkpoints, or a URL.")],
     every: Annotated[bool, typer.Option("--all", help=f"List every tensor, not only {_SHOWN}.")] = False,
@@ -113,9 +111,7 @@ def info(
         out.print(f"  and {len(plan.tensors) - len(listed)} more: --all")
 
 
-@app.command()
-@guarded
-@_with_files
+@_command
 def verify(
     paths: Annotated[list[str], typer.Argument(help="Files, directories of shards or of checkpoints; or URLs.")],
     readers: _Readers = None,
@@ -143,9 +139,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command()
-@guarded
-@_with_files
+@_command
 def convert(
     source: Annotated[str, typer.Argument(help="A checkpoint of any format, or its URL.")],
     target: Annotated[str, typer.Argument(help="The new file; with --max-shard a directory; or a URL.")],
@@ -189,9 +183,7 @@ def convert(
         )
 
 
-@app.command()
-@guarded
-@_with_files
+@_command
 def encrypt(
     source: Annotated[Path, typer.Argument(help="A checkpoint file of any format.")],
     target: Annotated[Path | None, typer.Argument(help=f"The new file; by default with {SUFFIX} added.")] = None,
@@ -216,9 +208,7 @@ def encrypt(
     _show_written(made, as_json=as_json)
 
 
-@app.command()
-@guarded
-@_with_files
+@_command
 def decrypt(
     source: Annotated[Path, typer.Argument(help="An encrypted checkpoint file.")],
     target: Annotated[Path | None, typer.Argument(help=f"The new file; by default without {SUFFIX}.")] = None,
@@ -254,9 +244,7 @@ def _show_written(path: Path, *, as_json: bool) -> None:
         console().print(f"wrote {visible(str(path))}  {format_bytes(nbytes)}", soft_wrap=True)
 
 
-@app.command()
-@guarded
-@_with_files
+@_command
 def ls(
     directory: Annotated[str, typer.Argument(help="A directory of checkpoints, or its URL.")] = ".",
     key_file: _KeyFile = None,

@@ -311,9 +311,8 @@ class _ParentEnds:
                 return None
             result: tuple[bool, Any] | None = None
             if deaths:
-                patience = (
-                    _BRIEFLY if self._copies else _NOTICED
-                )  # with `maxtasksperchild` an exit with 0 tells nothing
+                # with `maxtasksperchild` an exit with 0 tells nothing
+                patience = _BRIEFLY if self._copies else _NOTICED
                 self._lost.append((job, number, deaths, time.monotonic() + patience))
             else:
                 copies = self._copies or scarce or free_bytes() < default_limit()

@@ -457,13 +457,8 @@ class Supervisor:
             return
         process.report = kind, text, trace
         if self.stop_reason is None:
-            log.error(
-                "worker %d: cannot start (pid %d): %s%s",
-                each.number,
-                process.pid,
-                text,
-                trace and f"\n{trace.rstrip()}",
-            )
+            trace = trace and f"\n{trace.rstrip()}"
+            log.error("worker %d: cannot start (pid %d): %s%s", each.number, process.pid, text, trace)
 
     def _start(self, each: Worker, role: str) -> Process:
         """Start a process of a worker, which becomes its `process` or its `successor`."""
