@@ -26,8 +26,8 @@ from typing import Any, Final, Generic, TypeVar
 from .errors import TimedOut
 
 _T = TypeVar("_T")
-_ONCE: Final = ((),)
-"""`record += starmap(call, _ONCE)` calls a C function and appends what it returns, with nothing in between."""
+ONCE: Final = ((),)
+"""`record += starmap(call, ONCE)` calls a C function and appends what it returns, with nothing in between."""
 _LIVENESS_INTERVAL: Final = 0.25
 """Longest single wait, seconds: the handler of a signal that comes just before the wait runs after it."""
 _THREAD: Final = "thread"
@@ -71,7 +71,7 @@ class Condition(threading.Condition):
         released: list[Any] = []
         self._waiters.append(waiter)
         try:
-            released += starmap(self._release_save, _ONCE)
+            released += starmap(self._release_save, ONCE)
             return waiter.acquire(True, -1 if timeout is None else max(0.0, timeout))
         finally:
             if released:

@@ -22,6 +22,7 @@ from ..memory import segment as shm
 from ..memory.locks import LockFile
 from ..memory.semaphores import semaphore_exists, unlink_semaphore
 from ..memory.words import store
+from ..options import printable
 from ..ring.layout import DONE, FAN_OUT, MAX_RINGS, state_word
 from ..ring.ring import SequenceTable
 from . import control as ctl
@@ -30,6 +31,7 @@ from .names import (
     PREFIX,
     SERVER_FILES,
     control_name,
+    files_by_channel,
     is_socket_name,
     parse_file,
     ring_name,
@@ -82,14 +84,6 @@ def unlink_channel(control: Control, directory: str) -> None:
     shm.unlink(control.name)
 
 
-def _reap_one(control: Control, index: int, uid: int, directory: str) -> list[int]:
-    if not unlink_member(control.channel, uid, directory):
-        return []
-    # crash: sweep.unlinked
-    control.clear(index)
-    return [uid]
-
-
 def reap(control: Control, directory: str, me: Member | None) -> list[int]:
     """Under the lock: remove every dead member but those whose messages a living member still needs.
 
@@ -99,7 +93,10 @@ def reap(control: Control, directory: str, me: Member | None) -> list[int]:
     removed = []
     with placement.at_once():
         for index, uid in [(index, control.owner(index)) for index in _expendable(control, me)]:
-            removed += _reap_one(control, index, uid, directory)
+            if unlink_member(control.channel, uid, directory):
+                # crash: sweep.unlinked
+                control.clear(index)
+                removed.append(uid)
     if removed:
         control.advance()
     end_groups(control, me)
@@ -150,21 +147,16 @@ def _is_needed(control: Control, sender: Entry, alive: list[Entry]) -> bool:
                 for entry in alive
                 if not entry.leaving and (entry.is_recipient or (entry.flags & ctl.LATEST and not sequences.device))
             )
-        return has_undone(control, sequences)
+        return any(True for _ in _undone(control, sequences))
+    except ResourceError:  # a ring cannot be mapped
+        return True
     finally:
         sequences.close()
 
 
-def has_undone(control: Control, sequences: SequenceTable) -> bool:
-    """Whether a work-queue producer's rings hold, or may hold, a published message that is not done."""
-    try:
-        return any(True for _ in _undone(control, sequences))
-    except ResourceError:
-        return True
-
-
 def _undone(control: Control, sequences: SequenceTable) -> Iterator[int]:
-    """The sequence number of every such message. Raises `ResourceError` if a ring cannot be mapped."""
+    """The numbers of a work-queue producer's published messages that are not done. Raises `ResourceError` if a ring
+    cannot be mapped."""
     published = sequences.published
     for index in range(min(sequences.rings, MAX_RINGS)):
         try:
@@ -244,15 +236,6 @@ def channels() -> list[str]:
     return sorted(found)
 
 
-def _names() -> dict[str, dict[str, int]]:
-    """The names of every channel's files, of any user, with the uid in each; 0 for the control segment."""
-    found: dict[str, dict[str, int]] = {}
-    for name in shm.listing():
-        if parsed := parse_file(name):
-            found.setdefault(parsed[0], {})[name] = parsed[1] or 0
-    return found
-
-
 def _mine(channel: str, names: Iterable[str]) -> list[Leftover]:
     """The regular files among `names` that belong to this user."""
     return [
@@ -264,7 +247,7 @@ def _mine(channel: str, names: Iterable[str]) -> list[Leftover]:
 
 def _files(channel: str) -> list[Leftover]:
     """This user's files of a channel."""
-    return _mine(channel, _names().get(channel, ()))
+    return _mine(channel, files_by_channel().get(channel, ()))
 
 
 def has_members(channel: str) -> bool:
@@ -446,7 +429,7 @@ def sweep_all(
     todo: list[str] = []
     closed: list[str] = []
     table, known = _Table(), set[int]()
-    listed = _names()
+    listed = files_by_channel()
     for channel, names in listed.items():
         owners, state = table.look(channel)
         known |= owners
@@ -477,7 +460,7 @@ def _sweep_sockets(directory: str, known: set[int], *, dry_run: bool) -> list[Le
     if not old:
         return []
     owners: set[int] = set()
-    for channel in _names():
+    for channel in files_by_channel():
         name = control_name(channel)
         if not shm.is_ours(name):
             continue  # it has no members of this user
@@ -552,6 +535,5 @@ def foreign(directory: str | None = None) -> list[Foreign]:
 
 
 def _foreign(path: str, info: os.stat_result | None, more: str) -> Foreign:
-    printable = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in path)
     what = "cannot be looked at" if info is None else f"{shm.kind_of(info.st_mode)}{more}"
-    return Foreign(printable, -1 if info is None else info.st_uid, what)
+    return Foreign(printable(path), -1 if info is None else info.st_uid, what)

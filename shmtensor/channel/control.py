@@ -102,6 +102,11 @@ class Entry:
         return self.role in (RECEIVER, GROUP) and not self.flags & NO_RECIPIENT
 
 
+def ring_kind(kind: int) -> int:
+    """The kind of the rings of a channel of this kind."""
+    return WORK_QUEUE if kind == SERVICE else kind
+
+
 def base(index: int) -> int:
     """Word index of a member's entry."""
     return (_HEADER + index * _ENTRY) // 8
@@ -172,11 +177,6 @@ class Control:
     @property
     def kind(self) -> int:
         return self.words[W_KIND]
-
-    @property
-    def ring_kind(self) -> int:
-        """The kind of this channel's rings."""
-        return WORK_QUEUE if self.kind == SERVICE else self.kind
 
     @property
     def epoch(self) -> int:
@@ -263,7 +263,7 @@ class Control:
     def ring(self, uid: int, index: int, *, writable: bool) -> Ring:
         """Map one of a sender's rings: see `Ring.attach`."""
         name = ring_name(self.channel, uid, index)
-        return Ring.attach(name, uid, index, kind=self.ring_kind, capacity=self.capacity, writable=writable)
+        return Ring.attach(name, uid, index, kind=ring_kind(self.kind), capacity=self.capacity, writable=writable)
 
     def owner(self, index: int) -> int:
         """The uid whose files may exist, whether or not the member became visible; 0 if the entry is free."""

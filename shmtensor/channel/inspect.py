@@ -10,7 +10,7 @@ import re
 import stat
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, overload
 
@@ -22,7 +22,7 @@ from ..ring import layout as lay
 from . import control as ctl
 from .control import LOCK, Control
 from .info import ChannelInfo, Holding, MemberInfo, made
-from .names import check_channel, control_name, parse_file
+from .names import check_channel, control_name, files_by_channel
 from .processes import Process, Processes
 from .published import (
     ANYBODY,
@@ -99,20 +99,15 @@ class Inspector:
     def channels(self, wanted: Callable[[str], object] | None = None) -> list[ChannelInfo]:
         """Every channel, or those whose name is wanted. One that vanishes meanwhile is passed over."""
         self._processes.refresh()
-        names: dict[str, list[str]] = {}
-        for name in shm.listing():
-            found = parse_file(name)
-            if found is not None:
-                names.setdefault(found[0], []).append(name)
-        return self._look({it: names[it] for it in names if wanted is None or wanted(it)})
+        return self._look({it: files for it, files in files_by_channel().items() if wanted is None or wanted(it)})
 
     def channel(self, channel: str) -> ChannelInfo | None:
         """One channel; None if there is none. What is remembered of others is forgotten."""
         self._processes.refresh()
-        found = self._look({channel: _files_of(channel)})
+        found = self._look({channel: files_by_channel().get(channel, ())})
         return found[0] if found else None
 
-    def _look(self, files: dict[str, list[str]]) -> list[ChannelInfo]:
+    def _look(self, files: Mapping[str, Collection[str]]) -> list[ChannelInfo]:
         """The channels that have these files, without those that have none any more. All others are forgotten."""
         place, infos = placement.current(), []
         for channel in sorted(files):
@@ -133,17 +128,13 @@ class Inspector:
 
 def view_of(channel: str) -> ChannelInfo:
     """A snapshot of one channel, with every held message. What cannot be read becomes a note in it."""
-    segments = Segments({}, _files_of(channel), placement.current())
+    segments = Segments({}, sorted(files_by_channel().get(channel, ())), placement.current())
     return _Look(channel, Processes(), messages=True).info(segments)
 
 
 def is_of_replies(channel: str) -> bool:
     """Whether a fan-out of this name has the replies to one client of a service."""
     return _REPLIES.fullmatch(channel) is not None
-
-
-def _files_of(channel: str) -> list[str]:
-    return sorted(name for name in shm.listing() if (found := parse_file(name)) and found[0] == channel)
 
 
 @dataclass(eq=False)

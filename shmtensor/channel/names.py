@@ -11,7 +11,7 @@ import stat
 from typing import Final
 
 from ..errors import ArgumentError, ArgumentTypeError, ResourceError
-from ..memory.segment import kind_of
+from ..memory import segment as shm
 from ..wire.segment_packets import LOCKS, NEW_SOCKET, SOCKET
 
 PREFIX: Final = "/shmtensor."
@@ -73,6 +73,15 @@ def parse_file(name: str) -> tuple[str, int | None] | None:
     return match["channel"], int(match["uid"], 16) if match["uid"] else None
 
 
+def files_by_channel() -> dict[str, dict[str, int]]:
+    """The names of every channel's files, of any user, with the uid in each; 0 for the control segment."""
+    found: dict[str, dict[str, int]] = {}
+    for name in shm.listing():
+        if parsed := parse_file(name):
+            found.setdefault(parsed[0], {})[name] = parsed[1] or 0
+    return found
+
+
 SERVER_FILES: Final = frozenset({SOCKET, LOCKS, NEW_SOCKET})
 """In the socket directory: what belongs to a segment server."""
 
@@ -101,8 +110,8 @@ def socket_dir() -> str:
     if not stat.S_ISDIR(info.st_mode):
         raise ResourceError(
             errno.ENOTDIR,
-            f"socket directory {path} is {kind_of(info.st_mode)} of user {info.st_uid}, not a directory: remove it, or "
-            "set SHMTENSOR_DIR to a directory of your own",
+            f"socket directory {path} is {shm.kind_of(info.st_mode)} of user {info.st_uid}, not a directory: remove "
+            "it, or set SHMTENSOR_DIR to a directory of your own",
         )
     if info.st_uid != os.geteuid():
         raise ResourceError(

@@ -82,7 +82,7 @@ class Processes:
     def is_stopped(self, pid: int) -> bool:
         """Whether a process is stopped, by a signal or a debugger. False if that cannot be seen."""
         if pid not in self._stopped:
-            self._stopped[pid] = _state_of(pid) in ("T", "t")
+            self._stopped[pid] = _status(pid)[0] in ("T", "t")
         return self._stopped[pid]
 
     def holds(self, pid: int, file: os.stat_result, byte: int) -> bool:
@@ -171,12 +171,14 @@ def _in_namespaces() -> dict[int, list[int]]:
     return found
 
 
-def _state_of(pid: int) -> str:
+def _status(pid: int) -> tuple[str, int]:
+    """The state of a process, a letter, and its parent; neither if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return chr(file.read().rpartition(b") ")[2][0])
-    except (OSError, IndexError):
-        return ""
+            state, parent, *_ = file.read().rpartition(b") ")[2].split()
+        return state.decode(), int(parent)
+    except (OSError, ValueError):
+        return "", 0
 
 
 def name_of(pid: int) -> str:
@@ -188,7 +190,7 @@ def name_of(pid: int) -> str:
     name, is_python = _own_name(pid)
     above = name
     while is_python and above.endswith(" -c"):
-        pid = _parent_of(pid)
+        pid = _status(pid)[1]
         above, is_python = _own_name(pid)
     return above if is_python else name
 
@@ -206,14 +208,6 @@ def _own_name(pid: int) -> tuple[str, bool]:
     is_python = program.startswith(_PYTHON)
     name = (_of_python(program, arguments[1:]) if is_python else program) or command
     return "".join(each if each.isprintable() else "?" for each in name)[:64], is_python
-
-
-def _parent_of(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b") ")[2].split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
 
 
 def _of_python(program: str, arguments: list[str]) -> str:

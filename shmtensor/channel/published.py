@@ -75,10 +75,6 @@ class Peers(NamedTuple):
     members: tuple[Peer, ...]
     groups: tuple[Group, ...]
 
-    @property
-    def ring_kind(self) -> int:
-        return lay.WORK_QUEUE if self.kind == lay.SERVICE else self.kind
-
 
 class Held(NamedTuple):
     """What a holder holds in one way."""
@@ -379,7 +375,7 @@ class _Ring:
         self.source = source = sender.reads.open(name, stays=False)
         source.read_head(_HEAD_WORDS)
         head = source.read(0, lay.R_DEVICE + 1)
-        self.shape = shape = lay.ring_shape(name, head, sender.uid, None, peers.ring_kind)
+        self.shape = shape = lay.ring_shape(name, head, sender.uid, None, ctl.ring_kind(peers.kind))
         nbytes = source.nbytes
         if shape.nbytes != nbytes:
             raise WireError(f"segment {name} has {nbytes} bytes, its header says {shape.nbytes}")

@@ -34,16 +34,16 @@ _LONG_FLAG, _COMMAND = 2, 4
 _LONG: Final = struct.Struct(">BQ")
 
 
-def _command(name: bytes, **properties: bytes) -> bytes:
-    body = name
-    for key, value in properties.items():
-        word = key.replace("_", "-").encode()
-        body += bytes([len(word)]) + word + struct.pack(">I", len(value)) + value
-    return bytes([_COMMAND, len(body)]) + body
+def _hello(kind: bytes) -> bytes:
+    """The greeting and the READY command of a socket of this type."""
+    body = _READY
+    for name, value in ((b"Socket-Type", kind), (b"Identity", b"")):
+        body += bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
+    return _GREETING + bytes([_COMMAND, len(body)]) + body
 
 
-_PUSH_HELLO: Final = _GREETING + _command(_READY, Socket_Type=b"PUSH", Identity=b"")
-_PULL_HELLO: Final = _GREETING + _command(_READY, Socket_Type=b"PULL", Identity=b"")
+_PUSH_HELLO: Final = _hello(b"PUSH")
+_PULL_HELLO: Final = _hello(b"PULL")
 
 
 def frame_head(nbytes: int) -> bytes:

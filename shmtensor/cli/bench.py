@@ -24,7 +24,7 @@ from ..codec.libraries import import_torch
 from ..endpoints.pubsub import Publisher, Subscriber
 from ..errors import ArgumentError
 from ..options import format_bytes, parse_bytes
-from .output import console, fail, guarded, print_json
+from .output import AsJson, console, fail, guarded, print_json
 
 OURS: Final = "shmtensor"
 QUEUE: Final = "multiprocessing.Queue"
@@ -71,12 +71,8 @@ class Figures:
         }
 
 
-class PeerLost(Exception):
-    """The other process has ended, or does not answer."""
-
-
-class NoMemory(Exception):
-    """There is no memory for the tensor."""
+class BenchError(Exception):
+    """It cannot be measured: the other process has ended, or does not answer; or there is no memory for the tensor."""
 
 
 @guarded
@@ -85,7 +81,7 @@ def bench(
     seconds: Annotated[
         float, typer.Option(min=0.01, max=600, help="Seconds to measure, for all transports together.")
     ] = 3.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the round trip and the one-way rate of a tensor between two processes, beside the usual queues.
 
@@ -100,7 +96,7 @@ def bench(
         raise fail(str(error), _BAD_SIZE) from None
     try:
         figures = _run(nbytes, seconds)
-    except (PeerLost, NoMemory) as error:
+    except BenchError as error:
         raise fail(str(error)) from None
     ours, *rivals = [each.as_dict(nbytes) for each in figures]
     if as_json:
@@ -279,7 +275,7 @@ def _open(
         try:
             return get(timeout=_PATIENCE)
         except queue.Empty:
-            raise PeerLost(f"{name}: nothing came for {_PATIENCE:g} s") from None
+            raise BenchError(f"{name}: nothing came for {_PATIENCE:g} s") from None
 
     if name == QUEUE:
         import torch
@@ -297,24 +293,26 @@ def _payload(nbytes: int) -> Any:
     try:
         return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     except (MemoryError, OverflowError, RuntimeError, TypeError):  # of what is more than an int64, too
-        raise NoMemory(f"there is no memory for a tensor of {format_bytes(nbytes)}: choose a smaller --size") from None
+        raise BenchError(
+            f"there is no memory for a tensor of {format_bytes(nbytes)}: choose a smaller --size"
+        ) from None
 
 
 def _compare(value: Any, payload: Any) -> None:
     import torch
 
     if not torch.equal(torch.as_tensor(value), payload):
-        raise PeerLost("the tensor that arrived has other bytes than the one that was sent")
+        raise BenchError("the tensor that arrived has other bytes than the one that was sent")
 
 
 def _receive(pipe: Connection) -> Any:
     """Receive from the other process."""
     if not pipe.poll(_PATIENCE):
-        raise PeerLost(f"the other process has said nothing for {_PATIENCE:g} s")
+        raise BenchError(f"the other process has said nothing for {_PATIENCE:g} s")
     try:
         return pipe.recv()
     except EOFError:
-        raise PeerLost("the other process has ended: its error is above") from None
+        raise BenchError("the other process has ended: its error is above") from None
 
 
 @contextmanager

@@ -22,10 +22,10 @@ from ..channel import cleanup
 from ..channel.cleanup import Foreign, Leftover, foreign
 from ..channel.info import ChannelInfo, HeldMessage, Holding, MemberInfo
 from ..channel.inspect import COUNTERS, Inspector, view_of
-from ..channel.names import check_channel, parse_file, socket_dir
-from ..errors import ResourceError, ShmTensorError
+from ..channel.names import parse_file, socket_dir
+from ..errors import ResourceError
 from ..options import format_bytes
-from .output import console, fail, guarded, print_json, seconds
+from .output import AsJson, console, fail, guarded, named, print_json, seconds
 
 _WILD = frozenset("*?[")
 _GAP = 3
@@ -43,24 +43,29 @@ def ls(
     pattern: Annotated[
         str | None, typer.Argument(help='A channel, or a pattern for their names, for example "camera*".')
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List channels: members, rings, slots in use, who holds which messages, and their age; and foreign files.
 
     It joins no channel and changes nothing. Exit code 1 if PATTERN is given and no channel has such a name.
     """
     if pattern is not None and not _WILD & set(pattern):
-        try:
-            check_channel(pattern)
-        except ShmTensorError as error:
-            raise fail(str(error), 2) from None
+        named(pattern)
     wanted = None if pattern is None else functools.partial(_matches, pattern)
     views = Inspector(messages=as_json).channels(wanted)
     others = foreign(usable_socket_dir() if wanted is None else None)
     if wanted is not None:
         others = [it for it in others if wanted((parse_file(os.path.basename(it.path)) or ("",))[0])]
     if as_json:
-        print_json({"channels": [as_dict(view) for view in views], "foreign": [foreign_dict(it) for it in others]})
+        print_json(
+            {
+                "channels": [as_dict(view) for view in views],
+                "foreign": [
+                    {"path": it.path, "what": it.what, "user": user_name(it.owner) if it.owner >= 0 else None}
+                    for it in others
+                ],
+            }
+        )
     else:
         out = console()
         for view in views:
@@ -101,11 +106,6 @@ def describe(it: Foreign) -> str:
     return f"{it.path}: {it.what}, user {user_name(it.owner) if it.owner >= 0 else 'unknown'}"
 
 
-def foreign_dict(it: Foreign) -> dict[str, Any]:
-    """The JSON form of a foreign file."""
-    return {"path": it.path, "what": it.what, "user": user_name(it.owner) if it.owner >= 0 else None}
-
-
 def as_dict(view: ChannelInfo) -> dict[str, Any]:
     """The JSON form of a channel; ages and times in seconds, sizes in bytes, uids as 16 hex digits."""
     return {
@@ -125,6 +125,7 @@ def as_dict(view: ChannelInfo) -> dict[str, Any]:
 
 
 def _member_dict(member: MemberInfo) -> dict[str, Any]:
+    takes_all = member.delivery == "all"  # of others nobody knows what they have taken
     return {
         "uid": f"{member.uid:016x}",
         "index": member.index,
@@ -143,7 +144,7 @@ def _member_dict(member: MemberInfo) -> dict[str, Any]:
         "published": member.published,
         "newest_bytes": member.newest_bytes,
         "newest_age": member.newest_age,
-        **taken_dict(member),
+        **{name: getattr(member, name) if takes_all else None for name in ("received", "unread", "oldest_unread")},
         **{name: getattr(member, name) for name in COUNTERS},
         "rings": [
             {
@@ -153,13 +154,6 @@ def _member_dict(member: MemberInfo) -> dict[str, Any]:
             for ring in member.rings
         ],
     }  # fmt: skip
-
-
-def taken_dict(member: MemberInfo) -> dict[str, Any]:
-    """How many messages a receiver has taken, and not taken, in the JSON forms of a member: null if that is unknown."""
-    if member.delivery != "all":
-        return {"received": None, "unread": None, "oldest_unread": None}
-    return {"received": member.received, "unread": member.unread, "oldest_unread": member.oldest_unread}
 
 
 def holding_dict(it: Holding) -> dict[str, Any]:
@@ -317,7 +311,7 @@ PATIENCE = 2.0
 @guarded
 def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Remove segments, semaphores and sockets of dead processes. What living processes need is never touched.
 

@@ -31,7 +31,7 @@ from ..checkpoint.plan import Entry
 from ..checkpoint.remote import RemotePath, is_url, without_secrets
 from ..errors import ArgumentError, CheckpointError, ShmTensorError
 from ..options import format_bytes, parse_bytes, reason
-from .output import console, fail, guarded, print_json, seconds, signals_interrupt, visible
+from .output import AsJson, console, fail, guarded, print_json, seconds, signals_interrupt, visible
 
 app = typer.Typer(help="Inspect, verify, convert, encrypt, decrypt and list checkpoints.", no_args_is_help=True)
 
@@ -47,7 +47,6 @@ _Replace = Annotated[
 _ReadableNames = Annotated[
     bool, typer.Option("--readable-names", help="Names, shapes and dtypes of the tensors are readable without the key.")
 ]
-_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Readers = Annotated[int | None, typer.Option("--readers", help="Threads that read; by default one per core, 4 to 8.")]
 _KeyFile = Annotated[
     Path | None, typer.Option("--key-file", help="A file with the key: 32 bytes, or 64 hexadecimal digits.")
@@ -58,8 +57,8 @@ _WITH_METRICS = 120
 """Columns of a terminal from which the table has one of metrics."""
 
 
-def _with_files(function: _F) -> _F:
-    """Print an OSError as one line and exit with code 1, as for the library's own errors."""
+def _command(function: _F) -> _F:
+    """Add a command, which prints an OSError as one line and exits with code 1, as for the library's own errors."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -72,18 +71,16 @@ def _with_files(function: _F) -> _F:
                 raise
             raise fail(reason(error)) from None
 
-    return run  # type: ignore[return-value]
+    return app.command()(guarded(run))  # type: ignore[return-value]
 
 
-@app.command()
-@guarded
-@_with_files
+@_command
 def info(
     path: Annotated[str, typer.Argument(help="A file, a directory of shards or of checkpoints, or a URL.")],
     every: Annotated[bool, typer.Option("--all", help=f"List every tensor, not only {_SHOWN}.")] = False,
     key_file: _KeyFile = None,
     passphrase: _Passphrase = False,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a checkpoint contains, without reading tensors. Exit code 1 if it cannot be opened.
 
@@ -115,15 +112,13 @@ def info(
         out.print(f"  and {len(plan.tensors) - len(listed)} more: --all")
 
 
-@app.command()
-@guarded
-@_with_files
+@_command
 def verify(
     paths: Annotated[list[str], typer.Argument(help="Files, directories of shards or of checkpoints; or URLs.")],
     readers: _Readers = None,
     key_file: _KeyFile = None,
     passphrase: _Passphrase = False,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Read every byte and compare it with the digests in the files.
 
@@ -145,9 +140,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command()
-@guarded
-@_with_files
+@_command
 def convert(
     source: Annotated[str, typer.Argument(help="A checkpoint of any format, or its URL.")],
     target: Annotated[str, typer.Argument(help="The new file; with --max-shard a directory; or a URL.")],
@@ -162,7 +155,7 @@ def convert(
         Path | None, typer.Option("--encrypt-with", help="A file with the key to encrypt the new checkpoint with.")
     ] = None,
     readable_names: _ReadableNames = False,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint again in another format. It appears under its name when it is complete and on disk.
 
@@ -193,9 +186,7 @@ def convert(
         )
 
 
-@app.command()
-@guarded
-@_with_files
+@_command
 def encrypt(
     source: Annotated[Path, typer.Argument(help="A checkpoint file of any format.")],
     target: Annotated[Path | None, typer.Argument(help=f"The new file; by default with {SUFFIX} added.")] = None,
@@ -204,7 +195,7 @@ def encrypt(
     readable_names: _ReadableNames = False,
     overwrite: _Overwrite = False,
     replace: _Replace = False,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Encrypt a checkpoint file of this machine. The source is kept unless --replace is given."""
     try:
@@ -220,9 +211,7 @@ def encrypt(
     _show_written(made, as_json=as_json)
 
 
-@app.command()
-@guarded
-@_with_files
+@_command
 def decrypt(
     source: Annotated[Path, typer.Argument(help="An encrypted checkpoint file.")],
     target: Annotated[Path | None, typer.Argument(help=f"The new file; by default without {SUFFIX}.")] = None,
@@ -230,7 +219,7 @@ def decrypt(
     passphrase: _Passphrase = False,
     overwrite: _Overwrite = False,
     replace: _Replace = False,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Decrypt a checkpoint file of this machine: byte for byte the one that was encrypted. The source is kept unless
     --replace is given."""
@@ -258,14 +247,12 @@ def _show_written(path: Path, *, as_json: bool) -> None:
         console().print(f"wrote {visible(str(path))}  {format_bytes(nbytes)}", soft_wrap=True)
 
 
-@app.command()
-@guarded
-@_with_files
+@_command
 def ls(
     directory: Annotated[str, typer.Argument(help="A directory of checkpoints, or its URL.")] = ".",
     key_file: _KeyFile = None,
     passphrase: _Passphrase = False,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the checkpoints of a directory, the newest first: step, size, metrics, names that lead to them (`latest`,
     `best`; not at URLs), and which are not complete."""

@@ -40,7 +40,7 @@ from ..codec.libraries import import_torch
 from ..errors import ShmTensorError
 from ..memory.segment import free_bytes, where
 from ..options import format_bytes, how_to_install
-from .output import console, fail, guarded, print_json
+from .output import AsJson, console, fail, guarded, print_json
 
 _SAMPLES: Final = (
     "astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "hubble_deep_field.jpg", "ihc.png", "camera.png",
@@ -628,7 +628,7 @@ def demo(
         float, typer.Option(min=0.1, max=3600, help="Seconds for the timed rounds of all transports together.")
     ] = 6.0,
     readers: Annotated[int, typer.Option(min=1, max=64, help="Processes that receive every frame.")] = 2,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Send real images from one process to several others, check every byte, and compare with the usual queues.
 

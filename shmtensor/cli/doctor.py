@@ -17,9 +17,9 @@ import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 from rich.markup import escape
@@ -39,14 +39,29 @@ from ..memory import segment as shm
 from ..memory.control_groups import groups_of, read_text
 from ..memory.semaphores import Sleeper, unlink_semaphore
 from ..options import format_bytes
-from .channels import describe
-from .output import FAIL, OK, WARN, Finding, console, guarded, print_json
+from .channels import describe, usable_socket_dir
+from .output import AsJson, console, guarded, print_json
+
+OK: Final = "ok"
+WARN: Final = "warn"
+FAIL: Final = "fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result: name, status, value, and what that means or what to do about it."""
+
+    name: str
+    status: str
+    value: str
+    meaning: str
+
 
 _COLOURS = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 
 @guarded
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Check shared memory, limits, kernel features and versions. Exit code 1 if something that is needed is missing."""
     findings = examine()
     if as_json:
@@ -368,11 +383,7 @@ def leftovers() -> Iterator[Finding]:
 def foreign_entries() -> Iterator[Finding]:
     """Foreign files among the library's."""
     try:
-        place: str | None = socket_dir()
-    except ResourceError:
-        place = None
-    try:
-        found = [describe(it) for it in foreign(place)]
+        found = [describe(it) for it in foreign(usable_socket_dir())]
     except ResourceError as error:
         yield Finding("not ours", WARN, "not counted", str(error))
         return

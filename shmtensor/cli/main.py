@@ -23,9 +23,9 @@ COMMANDS: Final = {
     "doctor": "doctor:doctor",
     "demo": "demo:demo",
     "bench": "bench:bench",
-    "serve": "serve:serve",
-    "relay": "relay:relay",
-    "share": "share:share",
+    "serve": "services:serve",
+    "relay": "services:relay",
+    "share": "services:share",
     "checkpoint": "checkpoint:app",
 }
 """Where each command is, by its name."""

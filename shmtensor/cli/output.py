@@ -15,9 +15,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Final, TypeVar
 
 import typer
 from rich.console import Console
@@ -30,6 +29,7 @@ from ..options import printable, reason
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 INTERRUPTED = 130
 LONGEST_S: Final = 1e6
 """The most seconds for `--interval` and `--seconds`, more than eleven days: `time.sleep` does not take `inf`."""
@@ -143,15 +143,26 @@ def signals_interrupt(*numbers: int) -> Iterator[None]:
             ended = True
             raise KeyboardInterrupt
 
+    with signals_handled(interrupt, not_ignored(*numbers)):
+        yield
+
+
+def not_ignored(*numbers: int) -> list[int]:
+    """Those of these signals that are not ignored, as by `nohup`."""
+    return [each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def signals_handled(handler: Callable[[int, Any], object], numbers: Iterable[int]) -> Iterator[None]:
+    """Within, these signals have this handler."""
     before = {each: signal.getsignal(each) for each in numbers}
-    heeded = [each for each, handler in before.items() if handler is not signal.SIG_IGN]
     try:
-        for each in heeded:
-            signal.signal(each, interrupt)
+        for each in before:
+            signal.signal(each, handler)
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for each, previous in before.items():
+            signal.signal(each, previous)
 
 
 @contextlib.contextmanager
@@ -183,21 +194,6 @@ def bytes_per_second(value: float) -> str:
 
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-OK: Final = "ok"
-WARN: Final = "warn"
-FAIL: Final = "fail"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One result of `doctor`: name, status, value, and what that means or what to do about it."""
-
-    name: str
-    status: str
-    value: str
-    meaning: str
-
 
 _PAUSE_S = 0.05
 _MAKING_S = 2.0

@@ -38,13 +38,19 @@ from .output import (
     fail,
     guarded,
     named,
+    not_ignored,
     print_json,
     print_json_line,
+    signals_handled,
     signals_interrupt,
     until_interrupted,
     wait_for_channel,
 )
 from .output import seconds as duration
+
+_Patience = Annotated[
+    float | None, typer.Option(help="Seconds to wait for the channel; by default without limit.", min=0.0)
+]
 
 
 class _Point(NamedTuple):
@@ -88,9 +94,7 @@ def hz(
     window: Annotated[float, typer.Option(help="Seconds over which rates are averaged.", min=0.1)] = 10.0,
     interval: Annotated[float, typer.Option(help="Seconds between two lines.", min=0.1, max=LONGEST_S)] = 1.0,
     count: Annotated[int, typer.Option(help="End after so many readings; 0: on Ctrl-C.", min=0)] = 0,
-    timeout: Annotated[
-        float | None, typer.Option(help="Seconds to wait for the channel; by default without limit.", min=0.0)
-    ] = None,
+    timeout: _Patience = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print each reading as one line of JSON.")] = False,
 ) -> None:
     """Print how many messages each sender of a channel sends per second, over a window, every second.
@@ -167,9 +171,7 @@ def echo(
     channel: Annotated[str, typer.Argument(metavar="NAME", help="The channel.")],
     count: Annotated[int, typer.Option(help="End after so many messages; 0: on Ctrl-C.", min=0)] = 0,
     digest: Annotated[bool, typer.Option(help="Whether to read the whole payload for a digest.")] = True,
-    timeout: Annotated[
-        float | None, typer.Option(help="Seconds to wait for the channel; by default without limit.", min=0.0)
-    ] = None,
+    timeout: _Patience = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print each message as one line of JSON.")] = False,
 ) -> None:
     """Print the messages of a channel: structure, dtypes, shapes, scalars, meta, and a digest of the bytes.
@@ -327,15 +329,8 @@ def until_second_interrupt() -> Iterator[list[int]]:
         if len(found) > 1:
             raise KeyboardInterrupt
 
-    noted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {each: handler for each in noted if (handler := signal.getsignal(each)) is not signal.SIG_IGN}
-    try:
-        for each in before:
-            signal.signal(each, note)
+    with signals_handled(note, not_ignored(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
         yield found
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def _record(tracer: Tracer, seconds: float, most: int, interrupted: list[int]) -> str:

@@ -16,6 +16,8 @@ from .numpy import CARRIER, MAX_NDIM, AnyDType, Array, build
 
 MakeLeaf = Callable[[LeafSpec, Any, tuple[int, int]], Any]
 """(leaf, its description if the dtype is described, (offset, bytes) of its shared storage or zeros) -> leaf"""
+Compose = Callable[[str, Sequence[int], list[Any], list[Any]], Any]
+"""(kind, parameters, leaves, scalars) -> the value of a composite"""
 
 
 def decode(description: bytes, payload: Array, *, readonly: bool) -> tuple[Any, Any]:
@@ -93,12 +95,12 @@ class Views:
 
 
 class Tree:
-    """Reads the nodes of a description; `make` makes each leaf."""
+    """Reads the nodes of a description; `make` makes each leaf, `compose` each composite: by default, what was sent."""
 
-    __slots__ = ("_composites", "_cursor", "_make", "_memo")
+    __slots__ = ("_compose", "_cursor", "_make", "_memo")
 
-    def __init__(self, description: bytes, make: MakeLeaf, *, composites: bool = True) -> None:
-        self._cursor, self._make, self._composites = spec.Cursor(description), make, composites
+    def __init__(self, description: bytes, make: MakeLeaf, compose: Compose | None = None) -> None:
+        self._cursor, self._make, self._compose = spec.Cursor(description), make, compose
         self._memo: dict[Any, Any] = {}  # of composites
 
     def read(self) -> tuple[Any, Any]:
@@ -141,8 +143,6 @@ class Tree:
 
     def _composite(self) -> Any:
         kind, parameters = self._cursor.composite()
-        if not self._composites:
-            raise WireError(f"composite {kind!r} in device memory")
         row = spec.COMPOSITES[kind]
         leaves = []
         for _ in range(row.leaves):
@@ -150,6 +150,8 @@ class Tree:
                 raise WireError(f"composite {kind!r} has a part that is no leaf")
             leaves.append(self._leaf())
         scalars = [self._cursor.scalar(self._cursor.tag()) for _ in range(row.scalars)]
+        if self._compose is not None:
+            return self._compose(kind, parameters, leaves, scalars)
         return compose(kind, parameters, leaves, scalars, self._memo)
 
 

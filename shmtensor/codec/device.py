@@ -65,7 +65,7 @@ class DeviceJob:
 
 def job_of(source: torch.Tensor, offset: int, nbytes: int, at: int | None = None) -> DeviceJob:
     """The copy of a whole tensor, or with `at` of a run of its storage."""
-    if at is None and (source.is_contiguous() or _is_dense(source)):
+    if at is None and (source.is_contiguous() or is_dense(source.shape, source.stride(), 1)):
         at = source.data_ptr() - source.untyped_storage().data_ptr()
     return DeviceJob(source, offset, nbytes, at)
 
@@ -167,10 +167,6 @@ def _parts_of(leaf: torch.Tensor) -> list[torch.Tensor]:
         return [block]
     scales = leaf.q_per_channel_scales(), leaf.q_per_channel_zero_points()
     return [block, *(part for part in scales if device_of(part) >= 0)]
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return is_dense(tuple(tensor.shape), tensor.stride(), 1)
 
 
 def _host(buffer: Any, offset: int, nbytes: int) -> torch.Tensor:

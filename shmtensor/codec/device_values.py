@@ -16,7 +16,7 @@ from ..wire import spec
 from ..wire.spec import LeafSpec
 from .decode import Tree
 from .encode import Encoded, Layout, Walk, encode_empty
-from .leaf import Leaf
+from .leaf import Leaf, steps_of
 from .libraries import torch_views, without_torch
 
 
@@ -111,18 +111,9 @@ def _view(payload: Any, leaf: LeafSpec) -> Any:
     """A tensor of the leaf's carrier over the payload's storage."""
     views = torch_views()
     row: Any = leaf.dtype
-    size = row.itemsize
-    strides = leaf.strides
-    if strides is None:
-        step, steps = 1, []
-        for length in reversed(leaf.shape):
-            steps.append(step)
-            step *= length
-        strides = tuple(reversed(steps))
-    else:
-        strides = tuple([stride // size for stride in strides])
-    run = runtime().run(payload, payload.storage_offset() + leaf.offset, spec.extent(leaf.shape, leaf.strides, size))
-    return run.view(views.carrier(row)).as_strided(leaf.shape, strides)
+    extent = spec.extent(leaf.shape, leaf.strides, row.itemsize)
+    run = runtime().run(payload, payload.storage_offset() + leaf.offset, extent)
+    return run.view(views.carrier(row)).as_strided(leaf.shape, steps_of(leaf.shape, leaf.strides, row.itemsize))
 
 
 def decode(description: bytes, payload: Any, nbytes: int, device: int) -> tuple[Any, Any]:
@@ -150,4 +141,8 @@ def decode(description: bytes, payload: Any, nbytes: int, device: int) -> tuple[
             tensor = runtime().empty(leaf.shape, views.carrier(row), device)
         return tensor if dtype is None else tensor.view(dtype)
 
-    return Tree(description, make, composites=False).read()
+    return Tree(description, make, _refuse).read()
+
+
+def _refuse(kind: str, *_: object) -> None:
+    raise WireError(f"composite {kind!r} in device memory")

@@ -116,6 +116,11 @@ def c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def steps_of(shape: Sequence[int], strides: Sequence[int] | None, itemsize: int) -> tuple[int, ...]:
+    """Strides in elements, as torch counts them, of strides in bytes (None: C order)."""
+    return c_strides(shape, 1) if strides is None else tuple([stride // itemsize for stride in strides])
+
+
 def is_dense(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
     """Whether the elements fill one run of memory, each byte once, in any order of dimensions."""
     expected = itemsize

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from ..errors import DependencyError, WireError
+from ..errors import WireError
 from ..wire import spec
 from ..wire.spec import LeafSpec
 from .decode import Tree
@@ -77,53 +77,42 @@ class Scalar:
         return as_json(found) if found is None or isinstance(found, (int, float)) else str(found)
 
 
-class Outline(Tree):
-    """Reads a description: `value` with a `Leaf`, `Parts` or `Scalar` in place of each array, `meta`, and where the
+class Outline:
+    """What a description says: `value` with a `Leaf`, `Parts` or `Scalar` in place of each array, `meta`, and where the
     bytes lie."""
 
-    __slots__ = ("_extents", "_newest", "meta", "scalars", "value")
+    __slots__ = ("_extents", "_newest", "meta", "nbytes", "scalars", "value")
 
     def __init__(self, description: bytes) -> None:
         """Raises `WireError` for anything invalid."""
         self._extents: set[tuple[int, int]] = set()
-        self._newest: tuple[AnyDType, int] | None = None
+        self._newest: tuple[AnyDType, int] = np.dtype(np.void), 0
         self.scalars: list[Scalar] = []
         """The NumPy scalars, but for those that may be of any size (`numpy.void`)."""
-        super().__init__(description, self._note)
-        self.value, self.meta = self.read()
+        self.nbytes = 0
+        """Bytes of the payload that the leaves need, and the storages that they share."""
+        self.value, self.meta = Tree(description, self._note, self._parts).read()
 
     def _note(self, leaf: LeafSpec, described: Any, storage: tuple[int, int]) -> Leaf:
-        self._newest = None
-        if leaf.dtype is not None:
-            name, itemsize = leaf.dtype.name, leaf.dtype.itemsize
-            self._newest = CARRIER[leaf.dtype.code], leaf.offset
-        else:
-            try:
-                dtype = build(described)
-                name, itemsize = str(dtype), dtype.itemsize
-                self._newest = dtype, leaf.offset
-            except DependencyError:
-                name, itemsize = str(described), 0
-        extent = spec.check_extent(leaf, itemsize)
+        dtype = build(described) if leaf.dtype is None else CARRIER[leaf.dtype.code]
+        self._newest = dtype, leaf.offset
+        extent = spec.check_extent(leaf, dtype.itemsize)
         if extent:
-            self._extents.add((leaf.offset, leaf.offset + extent))
-        return Leaf(name, leaf.shape, leaf.torch)
+            end = leaf.offset + extent
+            self._extents.add((leaf.offset, end))
+            if leaf.storage:
+                at, size = storage
+                if leaf.offset < at or end > at + size:
+                    raise WireError(f"leaf at {leaf.offset} lies outside its shared storage of {size} bytes at {at}")
+                end = at + size
+            self.nbytes = max(self.nbytes, end)
+        return Leaf(str(dtype) if leaf.dtype is None else leaf.dtype.name, leaf.shape, leaf.torch)
 
-    def _composite(self) -> Any:
-        kind, _ = self._cursor.composite()
-        row = spec.COMPOSITES[kind]
-        leaves = []
-        for _ in range(row.leaves):
-            if self._cursor.tag() != spec.LEAF:
-                raise WireError(f"composite {kind!r} has a part that is no leaf")
-            leaves.append(self._leaf())
-        if kind == "generic":
-            return self._scalar(leaves[0])
-        scalars = [self._cursor.scalar(self._cursor.tag()) for _ in range(row.scalars)]
-        return Parts(kind, tuple(leaves), tuple(scalars))
+    def _parts(self, kind: str, _: Sequence[int], leaves: list[Leaf], scalars: list[Any]) -> Parts | Scalar:
+        return self._scalar(leaves[0]) if kind == "generic" else Parts(kind, tuple(leaves), tuple(scalars))
 
     def _scalar(self, leaf: Leaf) -> Scalar:
-        dtype, offset = self._newest or (np.dtype(np.void), 0)
+        dtype, offset = self._newest
         scalar = Scalar(leaf, dtype, offset)
         if leaf.shape == () and not leaf.torch and not issubclass(dtype.type, np.flexible):
             self.scalars.append(scalar)

@@ -11,8 +11,6 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import WireError
-from ..wire import spec
-from ..wire.spec import LeafSpec
 from .encode import Encoded
 from .implementation import Compiled
 from .implementation import codec as values
@@ -40,22 +38,6 @@ if values is not None:
     encode, decode = codec.encode, codec.decode
 
 
-class _Bounds(Outline):
-    """The outline of a description, with the storages that its tensors share checked as `decode` checks them."""
-
-    __slots__ = ()
-
-    def _note(self, leaf: LeafSpec, described: Any, storage: tuple[int, int]) -> Any:
-        found = super()._note(leaf, described, storage)
-        if leaf.storage and leaf.dtype is not None:
-            extent = spec.check_extent(leaf, leaf.dtype.itemsize)
-            at, size = storage
-            if extent and (leaf.offset < at or leaf.offset + extent > at + size):
-                raise WireError(f"leaf at {leaf.offset} lies outside its shared storage of {size} bytes at {at}")
-            self._extents.add((at, at + size))
-        return found
-
-
 _KEPT: Final = 1024
 _PADDING: Final = 4096
 """Bytes that may lie behind the last leaf."""
@@ -70,8 +52,7 @@ def check(description: bytes, nbytes: int) -> None:
     """
     needed = _sizes.get(description)
     if needed is None:
-        extents = _Bounds(description).extents()
-        needed = extents[-1][1] if extents else 0
+        needed = Outline(description).nbytes
         if len(description) <= 4096:
             if len(_sizes) >= _KEPT:
                 _sizes.clear()

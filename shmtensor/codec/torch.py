@@ -6,7 +6,6 @@ import ctypes
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from ..errors import ArgumentError, ArgumentTypeError, WireError
 from ..wire.dtypes import TABLE, DType
 from ..wire.spec import MAX_NDIM
-from .leaf import Leaf, Refused
+from .leaf import Leaf, Refused, steps_of
 from .numpy import CARRIER, Array
 from .numpy import MAX_NDIM as NUMPY_MAX_NDIM
 
@@ -31,8 +30,6 @@ PLAIN: dict[torch.dtype, bool] = {
 }
 
 # Called with map: a method descriptor costs half as much as an attribute and a call.
-is_cpu = attrgetter("is_cpu")
-is_contiguous = torch.Tensor.is_contiguous
 is_neg = torch.Tensor.is_neg
 is_conj = torch.Tensor.is_conj
 stride = torch.Tensor.stride
@@ -77,7 +74,10 @@ def tensor_leaf(tensor: torch.Tensor) -> Leaf:
     """The leaf of a strided tensor, not quantized and not nested."""
     tensor = tensor.detach()
     if tensor.data_ptr() and not has_memory(tensor):
-        raise Refused(ArgumentError, SHRUNK)
+        raise Refused(
+            ArgumentError,
+            "the tensor has no memory: its storage was made smaller than the tensor, which a copy would read beyond",
+        )
     if tensor.is_conj() or tensor.is_neg():
         if tensor.dtype == getattr(torch, "complex32", None):
             silence("complex32")
@@ -102,9 +102,6 @@ def tensor_leaf(tensor: torch.Tensor) -> Leaf:
         tensor, row, size, tuple(tensor.shape), strides, tensor.data_ptr(), copy_strided,
         torch=True, device=str(tensor.device),
     )  # fmt: skip
-
-
-SHRUNK = "the tensor has no memory: its storage was made smaller than the tensor, which a copy would read beyond"
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -155,18 +152,8 @@ def storage_view(
     storage: torch.UntypedStorage, offset: int, row: DType, shape: Sequence[int], strides: Sequence[int] | None
 ) -> torch.Tensor:
     """A tensor of the row's carrier over a storage; offset and strides in bytes."""
-    size = row.itemsize
-    if strides is None:
-        steps = []
-        step = 1
-        for length in reversed(shape):
-            steps.append(step)
-            step *= length
-        steps.reverse()
-    else:
-        steps = [stride // size for stride in strides]
     view = torch.empty(0, dtype=carrier(row), device=CPU)
-    return view.set_(storage, offset // size, tuple(shape), tuple(steps))
+    return view.set_(storage, offset // row.itemsize, tuple(shape), steps_of(shape, strides, row.itemsize))
 
 
 def carrier(row: DType) -> torch.dtype:
@@ -201,7 +188,6 @@ def empty(row: DType, shape: Sequence[int]) -> torch.Tensor:
     return tensor if dtype is None else tensor.view(dtype)
 
 
-_CPU = torch.device("cpu")
 _silent: set[str] = set()
 _silence_lock = threading.Lock()
 
@@ -216,12 +202,12 @@ def silence(kind: str) -> None:
     with _silence_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if kind == "compressed":
-            index = torch.zeros(1, dtype=torch.int64, device=_CPU)
-            torch.sparse_csr_tensor(index, index[:0], index[:0], (0, 0), device=_CPU)
+            index = torch.zeros(1, dtype=torch.int64, device=CPU)
+            torch.sparse_csr_tensor(index, index[:0], index[:0], (0, 0), device=CPU)
         elif kind == "nested":
-            torch.nested.nested_tensor([torch.zeros(1, device=_CPU)])
+            torch.nested.nested_tensor([torch.zeros(1, device=CPU)])
         elif kind == "quantized":
-            torch._empty_affine_quantized([0], scale=1.0, zero_point=0, dtype=torch.quint8, device=_CPU)
+            torch._empty_affine_quantized([0], scale=1.0, zero_point=0, dtype=torch.quint8, device=CPU)
         else:
-            torch.empty(1, dtype=torch.complex32, device=_CPU)
+            torch.empty(1, dtype=torch.complex32, device=CPU)
         _silent.add(kind)

@@ -20,7 +20,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ..errors import CudaError
 from ..memory import lifecycle
@@ -45,9 +45,9 @@ class Pinning:
         self._alias: Alias | None = None
         self._lock = threading.Lock()
         self._finalizer = weakref.finalize(buffer.obj, self.release)
-        self._finalizer.atexit = False  # `at_end` waits for the copies in progress first
+        self._finalizer.atexit = False  # `finish_all` waits for the copies in progress first
         lifecycle.track(self, type(self).drop_in_child)
-        at_end(self)
+        _pinnings.add(self)
 
     @property
     def nbytes(self) -> int:
@@ -117,6 +117,7 @@ class Pinning:
         self._lock = threading.Lock()
 
 
+_pinnings: weakref.WeakSet[Pinning] = weakref.WeakSet()
 _busy: dict[int, Pending] = {}  # by number of the copy: keeps a `Pending` alive while it has copies in progress
 _numbers = itertools.count()
 
@@ -194,27 +195,13 @@ class Pending:
         del owner
 
 
-class Releasable(Protocol):
-    """Something that must be undone when no copy is in progress any more."""
-
-    def release(self) -> None: ...
-
-
-_ends: weakref.WeakSet[Releasable] = weakref.WeakSet()
-
-
-def at_end(owner: Releasable) -> None:
-    """Call `owner.release()` when the process ends, after every copy."""
-    _ends.add(owner)
-
-
 @atexit.register
 def finish_all() -> None:
     """At exit: wait for all copies, since a device reads or writes memory of the process."""
     for pending in {*_busy.values()}:
         pending.finish()
-    for owner in list(_ends):
-        owner.release()
+    for pinning in list(_pinnings):
+        pinning.release()
 
 
 def _drop() -> None:

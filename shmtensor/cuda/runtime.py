@@ -565,15 +565,6 @@ def runtime() -> Any:
     return _found
 
 
-def available() -> bool:
-    """Whether there is a CUDA device to use. Imports torch."""
-    try:
-        runtime()
-    except CudaError:
-        return False
-    return True
-
-
 def device_of(tensor: Any) -> int:
     """The number of the CUDA device where a tensor lies; -1 if on none. Starts no CUDA for tensors of the host."""
     if _substitute is not None:

@@ -73,11 +73,6 @@ class SharedMemory:
         except Exception:  # the context is broken, or the interpreter ends: CUDA frees it
             pass
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the memory is still mapped here."""
-        return not self._closed
-
 
 def allocate(key: Key, device: int, nbytes: int) -> SharedMemory:
     """Allocate device memory that other processes may map. Raises `CudaError` if there is too little."""
@@ -95,7 +90,7 @@ def allocate(key: Key, device: int, nbytes: int) -> SharedMemory:
 def known(key: Key) -> SharedMemory | None:
     """The memory of a ring, if this process has allocated or mapped it already."""
     memory = _known.get(key)
-    return memory if memory is not None and memory.is_open else None
+    return None if memory is None or memory._closed else memory
 
 
 def map_memory(key: Key, device: int, nbytes: int, handle: bytes) -> SharedMemory:

@@ -18,8 +18,7 @@ from typing import Any, Final, NamedTuple
 from ..errors import ClosedError, ResourceError, ShmTensorError
 from ..memory import mapped_file
 from ..mp.direct import DirectConsumer, DirectProducer, MessageRef, Patience, inline, take_back, unfold, value_of
-from ..mp.pickling import dumps, loads
-from ..mp.raised import DescribedError
+from ..mp.pickling import DescribedError, dumps, loads
 from ..shielded import OwnThread
 
 INTERRUPTED: Final = 130
@@ -37,7 +36,7 @@ Packed = bytes | MessageRef
 
 
 class Raised(NamedTuple):
-    """The exception that a call raised: a pickled `mp.raised.DescribedError`."""
+    """The exception that a call raised: a pickled `mp.pickling.DescribedError`."""
 
     packed: Packed
 

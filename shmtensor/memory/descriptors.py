@@ -68,10 +68,10 @@ class OpenFile:
     __del__ = property(attrgetter("_file.close"))
 
 
-def open_file(path: str, flags: int, mode: int = 0o644) -> OpenFile:
+def open_file(path: str, flags: int) -> OpenFile:
     """`os.open`, close-on-exec, as an object that closes the file when nobody refers to it. Raises OSError."""
     file = OpenFile()
-    file.open(os.open, path, flags | os.O_CLOEXEC, mode)
+    file.open(os.open, path, flags | os.O_CLOEXEC, 0o644)
     return file
 
 
@@ -114,27 +114,23 @@ class InheritedFile(OpenFile):
             self.close()
 
 
-class Descriptor(OpenFile):
-    """One open file. Owns its descriptor; a forked child closes its copy.
+class OwnFile(OpenFile):
+    """One descriptor, or none yet, of this process alone: a forked child closes its copy.
 
-    Another thread may fork while this one is in `open`: the child then has a descriptor that is not recorded yet.
+    Another thread may fork while this one is in `open_at`: the child then has a descriptor that is not recorded yet.
     `leads_to` is stored before, so that the child finds it.
-
-    Args:
-        path: the file to open, for reading and writing.
-        flags: further flags, such as `os.O_CREAT`.
-        leads_to: the file's real path if `path` is a link, as those in `/proc` are.
-        mode: of a new file.
     """
 
     __slots__ = ("__weakref__", "_opening")
 
-    def __init__(self, path: str, flags: int = 0, *, leads_to: str = "", mode: int = 0o600) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._opening = ""
         lifecycle.track(self, type(self).drop_in_child)
-        self._opening = leads_to or os.path.realpath(path)
-        flags |= _OPEN if leads_to else _OPEN | os.O_NOFOLLOW
+
+    def open_at(self, path: str, flags: int, leads_to: str, mode: int = 0o600) -> None:
+        """Open a file, whose real path is `leads_to`. `mode`: of a new one."""
+        self._opening = leads_to
         try:
             self.open(os.open, path, flags, mode)
         finally:
@@ -146,6 +142,24 @@ class Descriptor(OpenFile):
         if opening:
             empty_all_of(opening)
         self.close()
+
+
+class Descriptor(OwnFile):
+    """One open file, for reading and writing.
+
+    Args:
+        path: the file to open.
+        flags: further flags, such as `os.O_CREAT`.
+        leads_to: the file's real path if `path` is a link, as those in `/proc` are.
+        mode: of a new file.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, path: str, flags: int = 0, *, leads_to: str = "", mode: int = 0o600) -> None:
+        super().__init__()
+        flags |= _OPEN if leads_to else _OPEN | os.O_NOFOLLOW
+        self.open_at(path, flags, leads_to or os.path.realpath(path), mode)
 
 
 def empty_all_of(path: str) -> None:

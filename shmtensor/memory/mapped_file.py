@@ -15,15 +15,15 @@ from ..errors import ResourceError
 from ..options import format_bytes
 
 HUGE_PAGE: Final = 2 << 20
-_POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, since Linux 5.14; not in Python's mmap, whose madvise keeps the GIL
+POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, since Linux 5.14: older kernels refuse, pages then fault one by one
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # no memory is reserved for pages that are never written
 
 libc: Final = ctypes.CDLL(None, use_errno=True)
 libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 libc.mmap.restype = ctypes.c_void_p
 FIXED: Final = 0x10  # MAP_FIXED, not in Python's mmap
-_MADVISE: Final = getattr(ctypes.CDLL(None), "madvise", None)
-_MINCORE: Final = getattr(ctypes.CDLL(None), "mincore", None)
+libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 _Self = TypeVar("_Self", bound="FileMap")
@@ -75,15 +75,13 @@ def is_cached(fd: int, offset: int) -> bool:
 
     True as well if that is unknown: the kernel answers only processes that may write to the file.
     """
-    if _MINCORE is None:
-        return True
     try:
         page_at = offset // mmap.PAGESIZE * mmap.PAGESIZE
         with mmap.mmap(fd, 1, prot=mmap.PROT_READ, offset=page_at) as mapped:  # 1: the last page may not be whole
             page, found = np.frombuffer(mapped, np.uint8), ctypes.c_ubyte(1)
-            address = ctypes.c_void_p(page.__array_interface__["data"][0])
+            address = page.__array_interface__["data"][0]
             del page  # which would keep the mapping from being closed
-            failed = _MINCORE(address, ctypes.c_size_t(1), ctypes.byref(found))
+            failed = libc.mincore(address, 1, ctypes.byref(found))
             return bool(failed or found.value & 1)
     except (OSError, ValueError):
         return True
@@ -136,8 +134,8 @@ def populate(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
     """
     address = memory.__array_interface__["data"][0]
     start, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + len(memory)) // mmap.PAGESIZE * mmap.PAGESIZE
-    if _MADVISE is not None and start < end:
-        _MADVISE(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_WRITE)
+    if start < end:
+        libc.madvise(start, end - start, POPULATE_WRITE)  # not by Python's `mmap`, whose `madvise` keeps the GIL
 
 
 _TRIM_THRESHOLD: Final = -1

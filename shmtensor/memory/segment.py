@@ -16,9 +16,9 @@ from .. import native
 from ..errors import ResourceError, WireError
 from ..options import format_bytes
 from . import lifecycle, placement, shortage
-from .descriptors import Descriptor, Found, OpenFile, empty_all_of
+from .descriptors import Descriptor, Found, OwnFile
 from .locks import LockFile, is_locked
-from .mapped_file import FIXED, FileMap, libc
+from .mapped_file import FIXED, POPULATE_WRITE, FileMap, libc
 from .placement import Place
 from .shortage import SHM_DIR as SHM_DIR
 
@@ -42,7 +42,7 @@ _KINDS: Final = {
     stat.S_IFBLK: "a device",
 }
 _LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-_POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14; older kernels refuse, pages then fault one by one
+_POPULATE_READ: Final = 22  # MADV_POPULATE_READ
 
 
 class SharedMap(FileMap):
@@ -108,7 +108,7 @@ class Mapping:
     def populate(self, *, write: bool) -> None:
         """Enter every page into this process's page table now, not at first touch. Best effort."""
         with contextlib.suppress(OSError, ValueError):
-            self.map.madvise(_POPULATE_WRITE if write else _POPULATE_READ)
+            self.map.madvise(POPULATE_WRITE if write else _POPULATE_READ)
 
 
 class Alias:
@@ -279,23 +279,19 @@ def attach(name: str) -> Segment:
     return _open(name, 0)
 
 
-class Glance:
+class Glance(OwnFile):
     """A segment of any user, for reading alone. It is neither mapped nor locked."""
 
-    __slots__ = ("__weakref__", "_file", "_opening", "fd", "info", "name", "nbytes")
+    __slots__ = ("info", "name", "nbytes")
 
     def __init__(self, name: str) -> None:
-        self.name, self.fd, self._opening = name, -1, ""
-        self._file = OpenFile()
-        lifecycle.track(self, type(self).drop_in_child)
+        super().__init__()
+        self.name = name
 
-    def open(self, place: Place) -> None:
+    def look(self, place: Place) -> None:
         """Open it, for the first time or again."""
         found = place.find(self.name[1:], os.O_NOFOLLOW, held=False)
-        self._opening = found.leads_to  # another thread may fork before the descriptor is recorded: see `Descriptor`
-        self._file.open(os.open, found.path, found.flags | _LOOK)
-        self._opening = ""
-        self.fd = self._file.fd
+        self.open_at(found.path, found.flags | _LOOK, found.leads_to)
         self.info = os.fstat(self.fd)
         self.nbytes = self.info.st_size
 
@@ -324,18 +320,6 @@ class Glance:
         """Whether any process holds a lock within `[byte, byte + length)`."""
         return is_locked(self.fd, byte, length)
 
-    def drop_in_child(self) -> None:
-        """In a forked child: close the copy, which would keep the memory of what is removed."""
-        opening, self._opening = self._opening, ""
-        if opening:
-            empty_all_of(opening)
-        self.close()
-
-    def close(self) -> None:
-        """Close it. Idempotent."""
-        self.fd = -1
-        self._file.close()
-
     def __enter__(self) -> Glance:
         return self
 
@@ -360,7 +344,7 @@ def look_at(name: str, *, place: Place | None = None, is_regular: bool = False, 
         _check_kind(name)
     segment = Glance(name) if closed is None else closed
     try:
-        segment.open(placement.current() if place is None else place)
+        segment.look(placement.current() if place is None else place)
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, f"there is no segment {name}") from None
     except OSError as error:

@@ -36,9 +36,10 @@ import io
 import pickle
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -266,7 +267,7 @@ class _Pieces:
         return self._pieces if len(self._pieces) > 1 else self._pieces[0]
 
     def _cut(self) -> None:
-        self._pieces.append(np.frombuffer(self._small.getbuffer(), np.uint8))
+        self._pieces.append(_array(self._small))
         self._small = io.BytesIO()
 
 
@@ -341,6 +342,50 @@ def nbytes_of(value: list[Any]) -> int:
         with contextlib.suppress(RuntimeError):
             total += part.nbytes
     return total
+
+
+# --- exceptions
+
+
+def _same(failure: Exception) -> Exception:
+    return failure
+
+
+class DescribedError(NamedTuple):
+    """An exception on its way from a worker to the caller, as a pickle stream and its leaves. The text of its traceback
+    arrives even if the exception itself cannot be pickled or unpickled."""
+
+    trace: str
+    stream: bytes
+    leaves: list[Any]
+
+    @classmethod
+    def of(cls, error: BaseException, trace: str, instead: Callable[[Exception], Exception] = _same) -> DescribedError:
+        """Describe an exception. One that cannot be pickled is replaced by `instead` of the failure, if that can be."""
+        try:
+            return cls._of(error, trace)
+        except Exception as failure:
+            trace = f"{trace}\n\nIt cannot be pickled:\n\n{''.join(traceback.format_exception(failure))}"
+            try:
+                return cls._of(instead(failure), trace)
+            except Exception:  # in its turn
+                return cls._of(pickle.PicklingError(f"{type(failure).__name__} at the exception of a call"), trace)
+
+    @classmethod
+    def _of(cls, error: BaseException, trace: str) -> DescribedError:
+        stream, *leaves = dumps(error)
+        return cls(trace, b"".join(stream if type(stream) is list else [stream]), leaves)
+
+    def rebuilt(self, cause: Callable[[str], BaseException]) -> BaseException:
+        """The exception, with the text of its traceback as its cause. If unpickling it raises, that error has the same
+        cause."""
+        text = cause(self.trace)
+        try:
+            error: BaseException = loads([np.frombuffer(self.stream, np.uint8), *self.leaves])
+            error.__cause__ = text
+            return error
+        except BaseException as failure:
+            raise failure from text
 
 
 # --- copies to a device

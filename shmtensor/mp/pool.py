@@ -31,9 +31,8 @@ from ..errors import ArgumentError, ClosedError, EndOfStream, PeerDied, Resource
 from ..memory.segment import free_bytes
 from ..options import check_count, context_of, parse_bytes
 from .direct import MOST_WORKERS, DirectProducer, Patience, ThreadLocks, value_of
-from .pickling import dumps, loads
+from .pickling import DescribedError, dumps, loads
 from .queue_handle import default_limit
-from .raised import DescribedError
 
 _PER_WORKER: Final = 8
 """Tasks per worker that wait for it or run; the others wait in the parent and take no slots."""
@@ -312,9 +311,8 @@ class _ParentEnds:
                 return None
             result: tuple[bool, Any] | None = None
             if deaths:
-                patience = (
-                    _BRIEFLY if self._copies else _NOTICED
-                )  # with `maxtasksperchild` an exit with 0 tells nothing
+                # with `maxtasksperchild` an exit with 0 tells nothing
+                patience = _BRIEFLY if self._copies else _NOTICED
                 self._lost.append((job, number, deaths, time.monotonic() + patience))
             else:
                 copies = self._copies or scarce or free_bytes() < default_limit()

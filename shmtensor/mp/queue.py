@@ -25,9 +25,10 @@ from ..memory import lifecycle
 from ..memory.descriptors import InheritedFile
 from ..memory.semaphores import MOST, Counter
 from ..options import context_of, parse_bytes
+from ..shielded import ONCE
 from . import pickling
 from .pickling import Transfers
-from .queue_handle import ONCE, ClosedQueueError, QueueHandle, ReentrantQueueError, deadline_of, hold, locked, remaining
+from .queue_handle import ClosedQueueError, QueueHandle, ReentrantQueueError, deadline_of, hold, locked, remaining
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # with a default, so that `Queue()` needs no annotation

@@ -54,7 +54,7 @@ from ..ring.layout import DONE, RECORD_WORDS, RELEASED, WORK_QUEUE, RingShape, r
 from ..ring.pool import Pool
 from ..ring.ring import Ring
 from ..ring.writer import SlotRange
-from ..shielded import Timed
+from ..shielded import ONCE, Timed
 from . import pickling
 from .pickling import DeviceConsumer
 
@@ -613,10 +613,6 @@ def _after_fork() -> None:
 _watch()
 util.register_after_fork(_watch, _watch)  # children of `multiprocessing` drop finalizers as they start
 lifecycle.call_in_child(_after_fork)
-
-
-ONCE: Final = ((),)
-"""`record += starmap(call, ONCE)` calls a C function and appends what it returns, with nothing in between."""
 
 
 # Deadlines from `block=` and `timeout=` of the standard library's queues, and locks that are acquired until then. An

@@ -107,7 +107,7 @@ class Messages:
             head = self._control.read(0, 8)
             if head[ctl.W_MAGIC] != ctl.MAGIC or head[ctl.W_VERSION] != ctl.VERSION:
                 raise WireError(f"segment {self._control.name} is not a control segment of this version")
-            self._kind = lay.FAN_OUT if head[ctl.W_KIND] == lay.FAN_OUT else lay.WORK_QUEUE
+            self._kind = ctl.ring_kind(head[ctl.W_KIND])
             self._is_writable = is_of_replies(channel)
             self._list(needed)
         except BaseException:

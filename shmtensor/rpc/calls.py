@@ -657,9 +657,8 @@ class CallsInFlight:
         for call, lost in done:
             if call.done:
                 continue
-            if (
-                call.deadline and monotonic_ns() >= call.deadline
-            ):  # since `_expire`: its server may have refused it as late
+            # since `_expire`: its server may have refused it as late
+            if call.deadline and monotonic_ns() >= call.deadline:
                 self.expire(call)
             else:
                 self.end(call.seq, None, unanswered(requests, self.answers, call, lost))

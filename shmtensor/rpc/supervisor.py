@@ -111,7 +111,7 @@ def process_class(chosen: Any) -> Any:
     return SpawnedProcess if plain and chosen.get_start_method() == "spawn" else chosen.Process
 
 
-def check_picklable(handler: Callable[..., Any], what: str = "handler") -> None:
+def check_picklable(handler: Callable[..., Any], what: str) -> None:
     """Raise `ArgumentError` unless a function can be pickled and unpickled by a worker that is not a fork."""
     names = _MainNames(io.BytesIO())
     try:
@@ -459,13 +459,8 @@ class Supervisor:
             return
         process.report = kind, text, trace
         if self.stop_reason is None:
-            log.error(
-                "worker %d: cannot start (pid %d): %s%s",
-                each.number,
-                process.pid,
-                text,
-                trace and f"\n{trace.rstrip()}",
-            )
+            trace = trace and f"\n{trace.rstrip()}"
+            log.error("worker %d: cannot start (pid %d): %s%s", each.number, process.pid, text, trace)
 
     def _start(self, each: Worker, role: str) -> Process:
         """Start a process of a worker, which becomes its `process` or its `successor`."""

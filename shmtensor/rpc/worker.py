@@ -333,7 +333,8 @@ def main(service: str, number: int, job: Job, pipe: Connection, row: Row, pool_e
         try:
             if stop.is_set:
                 return
-            setup, teardown = (None if each is None else _found(each, what) for each, what in _around(job))
+            around = (job.setup, "setup"), (job.teardown, "teardown")
+            setup, teardown = (None if each is None else _found(each, what) for each, what in around)
             check_plain(setup, f"the setup {job.setup!r}", "setup(...)")
             check_plain(teardown, f"the teardown {job.teardown!r}", "teardown(...)")
             handler = _found(job.handler, "handler")
@@ -365,10 +366,6 @@ def main(service: str, number: int, job: Job, pipe: Connection, row: Row, pool_e
         stop.interrupts = False
         if is_set_up and teardown is not None:
             _tear_down(teardown, state, number)
-
-
-def _around(job: Job) -> tuple[tuple[Handler | str | None, str], ...]:
-    return (job.setup, "setup"), (job.teardown, "teardown")
 
 
 def _tear_down(teardown: Handler, state: Any, number: int) -> None:

@@ -24,7 +24,8 @@ from typer.testing import CliRunner
 
 import shmtensor
 from shmtensor.cli import doctor
-from shmtensor.cli.output import FAIL, Finding, prepare_output
+from shmtensor.cli.doctor import FAIL, Finding
+from shmtensor.cli.output import prepare_output
 from shmtensor.errors import ResourceError
 from shmtensor.memory import placement, served
 from shmtensor.memory import segment as shm

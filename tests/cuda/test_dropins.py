@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import shmtensor
-from shmtensor.cuda import runtime
 
 from ..conftest import left_files
 from .standin import DeviceTensor
@@ -300,7 +299,7 @@ def test_results_outlive_their_executor(standin):
 # --- without CUDA
 
 
-@pytest.mark.skipif(runtime.available(), reason="there is a CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize(
     "call",
     [

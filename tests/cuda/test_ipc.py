@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import shmtensor
-from shmtensor.cuda import runtime
 
 from ..conftest import shared_files
 from ..faults.process import crash_server
@@ -229,7 +228,7 @@ def test_what_cannot_lie_there_is_refused(standin, channel):
 
 
 def test_without_cuda_the_error_says_what_is_missing(channel):
-    if runtime.available():
+    if torch.cuda.is_available():
         pytest.skip("there is a device here")
     with pytest.raises(shmtensor.CudaError, match=r"torch|device"):
         shmtensor.Publisher(channel, device="cuda")

@@ -12,7 +12,6 @@ from multiprocessing.connection import wait
 import pytest
 
 import shmtensor
-from shmtensor.cuda.runtime import available
 
 from ..waiting import wait_until
 
@@ -24,7 +23,9 @@ torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning"),
-    pytest.mark.skipif(not available(), reason="no CUDA device here: run these on a machine that has one"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device here: run these on a machine that has one"
+    ),
 ]
 
 

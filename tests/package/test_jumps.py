@@ -40,7 +40,7 @@ ALLOWED = {
     "checkpoint/upload.py:Uploads._work": WRITING,
     "cli/demo.py:Processes._stop": NO_INTERRUPT,
     "cli/demo.py:_make_sender.<locals>.play": ENDS,
-    "cli/relay.py:relay": NO_INTERRUPT,
+    "cli/services.py:relay": NO_INTERRUPT,
     "cli/watch.py:_record": NO_INTERRUPT,
     "cuda/keeper.py:release_finished": LIBRARY,
     "memory/served.py:Served._follow_servers": LIBRARY,

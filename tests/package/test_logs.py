@@ -43,7 +43,7 @@ def test_only_programs_of_the_library_set_up_logging():
     for path in PACKAGE.rglob("*.py"):
         if re.search(r"addHandler|basicConfig|StreamHandler\(|propagate\b|captureWarnings", path.read_text()):
             users.add(path.relative_to(PACKAGE).as_posix())
-    assert users == {"rpc/worker.py", "checkpoint/writer_process.py", "cli/serve.py", "cli/relay.py", "cli/share.py"}
+    assert users == {"rpc/worker.py", "checkpoint/writer_process.py", "cli/services.py"}
 
 
 def test_a_handler_that_sets_up_logging_late_gets_each_line_once():

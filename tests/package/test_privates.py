@@ -80,8 +80,6 @@ HOOKS: dict[str, set[str]] = {
     # and a client of a service leaves when none of its threads has a lock on a request
     "Sender": {"_depart", "_publish"},
     # walks over a description or a state: the same walk that makes something else of a leaf
-    "Tree": {"_composite"},
-    "Outline": {"_note"},
     "Encoder": {"_array", "_tensor"},
     # the directory of several ranks: other locks
     "Directory": {"_own", "_try_write"},
