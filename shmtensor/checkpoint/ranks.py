@@ -125,10 +125,12 @@ class RankDirectory(Directory):
                 joined = True
                 return None
             if alive and found is not None:
-                return (
-                    f"a run of {found.world_size} ranks is open (by {some(alive)}), "
-                    f"{'which this rank had joined before' if self.rank in members else 'and others of it are gone'}"
-                )
+                reason = "and others of it are gone"
+                if found.world_size != self.world_size:
+                    reason = f"and this one has world_size={self.world_size}"
+                elif self.rank in members:
+                    reason = "which this rank had joined before"
+                return f"a run of {found.world_size} ranks is open (by {some(alive)}), {reason}"
             number = max(time.time_ns() // 1_000_000, 1 if found is None else found.number + 1)
             # crash: run.begun
             write(

@@ -49,7 +49,7 @@ from ..checkpoint.names import check_directory, check_name, check_upload, step_o
 from ..checkpoint.remote import is_url
 from ..checkpoint.writer import CheckpointWriter
 from ..endpoints.base import Local
-from ..errors import ArgumentError, ArgumentTypeError, ResourceError
+from ..errors import ArgumentError, ArgumentTypeError, ForkedError, ResourceError
 from .metadata import OBJECTS, ItemPath, ObjectItem, TensorItem, check_item, describe, render
 
 _T = TypeVar("_T")
@@ -195,7 +195,7 @@ class StorageWriter(Local, storage.StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether a checkpoint may have this name or path."""
         try:
-            check_name(os.path.basename(os.fspath(checkpoint_id)))
+            check_name(os.path.basename(os.fspath(checkpoint_id).rstrip(os.sep)))
         except (ArgumentError, ArgumentTypeError):
             return False
         return not is_url(checkpoint_id)
@@ -206,7 +206,7 @@ class StorageWriter(Local, storage.StorageWriter):
         return self.directory if self._name is None else os.path.join(self.directory, self._name)
 
     def _name_of(self, checkpoint_id: str | os.PathLike[str]) -> str:
-        path = os.fspath(checkpoint_id)
+        path = os.fspath(checkpoint_id).rstrip(os.sep)
         if os.sep in path and os.path.dirname(check_directory(path)) != self.directory:
             raise ArgumentError(
                 f"checkpoint_id={path!r} is not in {self.directory}: pass a name, or a StorageWriter of its directory"
@@ -428,7 +428,8 @@ class AsyncStager(staging.AsyncStager):
 
     Args:
         writer: the `storage_writer=` of the same calls.
-        process_group: the ranks that save together; None: all. The stager makes a gloo group of them for itself.
+        process_group: the ranks that save together; None: all. The stager makes a gloo group of them for itself, in
+            which forked children are not.
         planner: a function that makes a planner like the `planner=` of the same calls.
 
     The checkpoint is named when it is staged: by an int `step` in the state dict, or by `writer.reset(name)` before
@@ -457,17 +458,20 @@ class AsyncStager(staging.AsyncStager):
         planner: Callable[[], SavePlanner] = DefaultSavePlanner,
     ) -> None:
         self._writer, self._make_planner = writer, planner
-        self._group: Any = None
-        self._place = Place(0, 1)
+        self._group: _Group | None = None
         if dist.is_available() and dist.is_initialized():
-            ranks = dist.get_process_group_ranks(process_group)
-            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=process_group is not None)
-            self._place = Place(dist.get_rank(self._group), len(ranks))
+            self._group = _Group(process_group)
+        self._place = Place(0, 1) if self._group is None else self._group.place
+        self._pid = os.getpid()
         self._last: _Planned | None = None
         self._closed = False
 
     def stage(self, state_dict: State) -> State:
         """Copy this rank's items of a state dict into shared memory. Returns a state dict of the same tensors."""
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                f"the AsyncStager belongs to process {self._pid}: make one in a process group of this one"
+            )
         if self._closed:
             raise ArgumentError("the AsyncStager is closed: make a new one")
         (planner, planned), same = self._together(partial(self._prepare, state_dict))
@@ -513,13 +517,12 @@ class AsyncStager(staging.AsyncStager):
         on every rank if it does on one."""
         if self._group is None:
             return action()
-        found = [(False, "")] * self._place.world_size
         try:
             made, says = action()
         except BaseException as error:
-            dist.all_gather_object(found, (False, str(error) or repr(error)), self._group)
+            self._group.all_gather((False, str(error) or repr(error)))
             raise
-        dist.all_gather_object(found, (says, ""), self._group)
+        found = self._group.all_gather((says, ""))
         for rank, (_, text) in enumerate(found):
             if text:
                 raise ResourceError(errno.ECANCELED, f"rank {rank} cannot save: {text}")
@@ -529,32 +532,81 @@ class AsyncStager(staging.AsyncStager):
         """Gather the plans of all ranks at the first one, and scatter what its planner makes of them, or its error."""
         if self._group is None:
             return planner.create_global_plan([local])[0][0]
-        rank, count = self._place
-        first = dist.get_global_rank(self._group, 0)
-        plans: list[Any] = [None] * count
-        dist.gather_object(local, plans if rank == 0 else None, first, self._group)
-        answers: list[Any] = [None] * count
-        if rank == 0:
+        group, others = self._group, range(1, self._place.world_size)
+        mine: Any
+        answers: list[Any]
+        if self._place.rank:
+            group.send(local, 0)
+            mine = group.receive(0)
+        else:
+            plans = [local, *map(group.receive, others)]
             try:
-                answers = list(planner.create_global_plan(plans)[0])
+                mine, *answers = planner.create_global_plan(plans)[0]
             except Exception as error:
-                answers = [str(error)] * count
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, answers if rank == 0 else None, first, self._group)
-        if not isinstance(mine[0], SavePlan):
-            raise ArgumentError(f"the planner of rank 0 refuses the plans of all ranks: {mine[0]}")
-        return dataclasses.replace(mine[0], planner_data=local.planner_data)
+                mine, *answers = [str(error)] * self._place.world_size
+            for rank, answer in zip(others, answers, strict=True):
+                group.send(answer, rank)
+        if not isinstance(mine, SavePlan):
+            raise ArgumentError(f"the planner of rank 0 refuses the plans of all ranks: {mine}")
+        return dataclasses.replace(mine, planner_data=local.planner_data)
 
     def synchronize_staging(self) -> None:
         """Nothing: `stage` has copied."""
 
     def close(self) -> None:
         """Leave the stager's group. The writer stays open. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            if self._group is not None and dist.is_initialized():
-                dist.destroy_process_group(self._group)
+        self._closed = True
+        if os.getpid() == self._pid:  # a forked child has none of the group's threads, for which its end would wait
             self._group = None
+
+
+class _Group:
+    """The ranks that save together, in a gloo group of their own: DCP's thread uses the other one.
+
+    `dist.new_group(use_local_synchronization=True)` names a group after its ranks and the number of groups that this
+    process is in. So it waits for ever if that is not the same on all ranks, and a second group with the name of one
+    that is gone finds the addresses of that one. Here ranks count, in the store of their group, those that they make.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        group: Any = process_group or dist.group.WORLD
+        self.place = Place(group.rank(), group.size())
+        store = group.get_group_store()
+        count = store.add(f"shmtensor/{self.place.rank}", 1)
+        c10d: Any = dist  # whose type hints lack these
+        self._gloo = c10d.ProcessGroupGloo(c10d.PrefixStore(f"shmtensor/{count}", store), *self.place)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of all ranks."""
+        data = _pickled(value)
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.place.world_size)]
+        self._gloo.allgather(sizes, torch.tensor([len(data)])).wait()
+        most = max(map(int, sizes))
+        found = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
+        self._gloo.allgather(found, torch.nn.functional.pad(data, (0, most - len(data)))).wait()
+        return [_unpickled(each) for each in found]
+
+    def send(self, value: Any, rank: int) -> None:
+        """Send a value to a rank that receives it."""
+        data = _pickled(value)
+        for each in torch.tensor([len(data)]), data:
+            self._gloo.send([each], rank, 0).wait()
+
+    def receive(self, rank: int) -> Any:
+        """The next value from a rank."""
+        size = torch.empty(1, dtype=torch.int64)
+        self._gloo.recv([size], rank, 0).wait()
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self._gloo.recv([data], rank, 0).wait()
+        return _unpickled(data)
+
+
+def _pickled(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpickled(data: torch.Tensor) -> Any:
+    return pickle.loads(data.numpy().data)  # of a rank of this program; what follows its end is padding
 
 
 class _Planned(NamedTuple):

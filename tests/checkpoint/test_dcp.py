@@ -265,7 +265,8 @@ def test_parts_of_one_process(tmp_path):
         dcp.save(state, storage_writer=writer)
         dcp.save(state, storage_writer=writer, checkpoint_id="named-12")
         dcp.save(state, storage_writer=writer, checkpoint_id=tmp_path / "path")
-    assert names_in(tmp_path) == {"step-00000003", "named-12", "path"}
+        dcp.save(state, storage_writer=writer, checkpoint_id=f"{tmp_path}/folder/")
+    assert names_in(tmp_path) == {"step-00000003", "named-12", "path", "folder"}
     assert {each.name: each.step for each in shmtensor.list_checkpoints(tmp_path)}["named-12"] == 12
     for name in ("", "named-12", "path"):
         found = load_all(storage_reader=StorageReader(tmp_path / name))
@@ -592,6 +593,40 @@ def test_a_state_that_is_where_it_was_is_planned_from_memory(tmp_path):
         found = load_all(storage_reader=StorageReader(tmp_path / "runs" / name))
         assert found["w"].eq(step).all()
         assert (found["step"], found["note"]) == (step, note * step)
+
+
+def in_groups(rank, count, path):
+    """Saves of ranks 0 and 1, by two stagers, and of 1 and 2: so ranks are in different numbers of groups. And what a
+    forked child of a rank does with a stager."""
+    saved = []
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2])]
+    for number, group in enumerate((groups[0], *groups)):
+        if dist.get_rank(group) < 0:  # not in it
+            continue
+        with StorageWriter(f"{path}/{number}", process_group=group) as writer:
+            stager = AsyncStager(writer, process_group=group)
+            state = {"mine": {f"of {rank}": torch.full((3,), rank)}, "step": 1}
+            dcp.async_save(state, storage_writer=writer, async_stager=stager, process_group=group).result(PATIENCE)
+            if (child := os.fork()) == 0:
+                with contextlib.suppress(BaseException):
+                    stager.close()
+                    try:
+                        stager.stage(state)
+                    except shmtensor.ForkedError:
+                        os._exit(7)
+                os._exit(1)
+            stager.close()
+            wait_for_end(child)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            reader = StorageReader(f"{path}/{number}")
+            saved.append(sorted(load_all(storage_reader=reader, process_group=group)["mine"]))
+    return saved
+
+
+def test_ranks_of_several_groups(play, tmp_path):
+    """A group of some ranks, as of one replica of the model, and stagers one after the other."""
+    first, second = ["of 0", "of 1"], ["of 1", "of 2"]
+    assert play(3, in_groups, str(tmp_path)) == [[first, first], [first, first, second], [second]]
 
 
 def plannable() -> dict:
@@ -1233,7 +1268,7 @@ def test_arguments_are_checked(tmp_path):
     assert names_in(tmp_path / "a") == {"a", "b"}
     with pytest.raises(shmtensor.ArgumentError, match="URL"):
         StorageWriter("s3://bucket/runs")
-    assert StorageWriter.validate_checkpoint_id("runs/a")
+    assert StorageWriter.validate_checkpoint_id("runs/a/")
     assert not StorageWriter.validate_checkpoint_id("s3://runs/a")
     assert StorageReader.validate_checkpoint_id("s3://runs/a")
 

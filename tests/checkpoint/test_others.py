@@ -9,6 +9,7 @@ import shutil
 import sys
 import warnings
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -506,6 +507,39 @@ def test_a_file_of_tensorizer_that_says_more_than_it_has(tmp_path, monkeypatch):
     (tmp_path / "a.tensors").write_bytes(b"|TZR|" + bytes(100))
     with pytest.raises(CheckpointError, match=r"tensors have 1125899906842624 bytes, and has 105 itself"):
         load_checkpoint(tmp_path / "a.tensors")
+
+
+class _Reads(dict):
+    """In place of tensorizer's reader: of a file whose bytes behind the magic are one tensor."""
+
+    total_tensor_bytes = 12
+
+    def __init__(self, path, device, **options):
+        super().__init__(w=torch.frombuffer(bytearray(Path(path).read_bytes()[5:]), dtype=torch.float32))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_a_file_of_tensorizer_is_read_wherever_it_is(tmp_path, monkeypatch):
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setitem(sys.modules, "tensorizer", SimpleNamespace(TensorDeserializer=_Reads))
+    data = b"|TZR|" + np.arange(3, dtype=np.float32).tobytes()
+    (tmp_path / "a.tensors").write_bytes(data)
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/tensorizer/a.tensors", data)
+    try:
+        for path in (str(tmp_path / "a.tensors"), "memory://tensorizer/a.tensors"):
+            assert same(load_checkpoint(path), {"w": torch.arange(3.0)})
+            opened = open_path(path)
+            assert str(opened.main).endswith("a.tensors")
+            convert(opened, tmp_path / "a.safetensors", overwrite=True)
+            assert same(load_checkpoint(tmp_path / "a.safetensors"), {"w": torch.arange(3.0)})
+    finally:
+        fs.rm("/tensorizer", recursive=True)
 
 
 def test_a_file_of_tensorizer_without_its_library(tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ class Tensorizer(Format):
             return made
 
         return Opened(
-            self.name, lambda: plan(state(False)), [path], [before], None, None, native=False, state=state,
+            self.name, lambda: plan(state(False)), [local], [before], None, None, native=False, state=state,
             shown=path, keeps=copy,
         )  # fmt: skip
 
