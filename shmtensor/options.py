@@ -73,6 +73,36 @@ def reason(error: BaseException) -> str:
     return error.strerror if error.filename is None else f"{os.fsdecode(error.filename)}: {error.strerror}"
 
 
+def shown(value: object, most: int = 80) -> str:
+    """The beginning of a value that a stranger wrote, for errors, in at most so many characters. Its `repr` may be too
+    deep, an int of too many digits, or lists that are shared so often that it never ends.
+
+    >>> shown([1, ["text", {"a": 2}]]), shown("text", 3), shown([[[[[[[[[[]]]]]]]]]])
+    ("[1, ['text', {'a': 2}]]", "'te", '[[[[[[[[[...]]]]]]]]]')
+    """
+    return _shown(value, most, 8)[:most]
+
+
+def _shown(value: object, most: int, depth: int) -> str:
+    if isinstance(value, (str, bytes)):
+        return repr(value[:most])
+    if isinstance(value, int) and value.bit_length() > 1024:
+        return hex(value)
+    if value is None or isinstance(value, (int, float)):
+        return repr(value)
+    if not isinstance(value, (list, tuple, dict)):
+        return f"<{type(value).__name__}>"
+    pairs = isinstance(value, dict)
+    text = "" if depth or not value else "..."
+    for each in (value.items() if isinstance(value, dict) else value) if depth else ():
+        if len(text) >= most:
+            break
+        parts = [_shown(part, most, depth - 1) for part in (each if pairs else (each,))]
+        text += f"{', ' if text else ''}{': '.join(parts)}"
+    start, end = "{}" if pairs else "[]" if isinstance(value, list) else "()"
+    return f"{start}{text}{',' if end == ')' and len(value) == 1 else ''}{end}"
+
+
 def printable(text: str) -> str:
     """A text without control characters: those that cannot be printed are written as in Python's source.
 

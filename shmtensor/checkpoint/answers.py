@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import html.parser
+import html
+import re
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -35,20 +36,23 @@ def tag_of(info: Mapping[str, Any]) -> object:
     return found[0] if found else None
 
 
+def _as_ns(found: Any) -> int:
+    """A time in ns. Raises `ValueError`, `OverflowError`."""
+    if isinstance(found, str):
+        try:
+            found = parsedate_to_datetime(found)
+        except ValueError:
+            found = datetime.fromisoformat(found)
+    if not isinstance(found, (datetime, int, float)):
+        raise ValueError("no time")
+    return int((found.timestamp() if isinstance(found, datetime) else found) * 1e9)
+
+
 def changed_at(info: dict[str, Any]) -> int:
     """When a file was written, in ns; 0 if the file system does not say."""
     for name in _TIMES:
-        found = info.get(name)
-        if isinstance(found, datetime):
-            return int(found.timestamp() * 1e9)
-        if isinstance(found, (int, float)):
-            return int(found * 1e9)
-        if isinstance(found, str):
-            for parse in (parsedate_to_datetime, datetime.fromisoformat):
-                try:
-                    return int(parse(found).timestamp() * 1e9)
-                except ValueError:
-                    continue
+        with contextlib.suppress(ValueError, OverflowError):  # what a server says may be no time, or none that there is
+            return _as_ns(info.get(name))
     return 0
 
 
@@ -263,23 +267,21 @@ def quoted(name: str, also: str = "") -> str:
     return quote(name, safe=_PLAIN + also)
 
 
-class _Links(html.parser.HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if tag == "a":
-            self.found += [value for name, value in attrs if name == "href" and value]
+_LINK: Final = re.compile(r"<a\s([^<>]{1,8192})", re.IGNORECASE)
+_HREF: Final = re.compile(r"""(?:^|[\s"'])href\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"']+))""", re.IGNORECASE)
+"""Attributes of a link; html.parser takes minutes for some pages, and fails for others."""
 
 
 def linked(key: str, page: bytes) -> list[str]:
     """The keys of the files and directories that a page of links names as lying in it."""
-    parser, keys = _Links(), dict[str, None]()
-    parser.feed(page.decode("utf-8", "replace"))
+    keys = dict[str, None]()
     base = key.rstrip("/") + "/"
     bare = base.partition("://")[2].rpartition("@")[2]
-    for link in parser.found:
+    for tag in _LINK.finditer(page.decode("utf-8", "replace")):
+        href = _HREF.search(tag[1])
+        link = html.unescape("".join(filter(None, href.groups()))) if href is not None else ""
+        if not link:
+            continue
         try:
             target = urljoin(f"http://{bare}", link).partition("#")[0].partition("?")[0].partition("://")[2]
         except ValueError:

@@ -31,6 +31,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from ..errors import CheckpointError
+from ..options import shown
 from ..wire.spec import MAX_BYTES
 from .index import is_file_name
 from .json_pieces import JsonPieces
@@ -310,19 +311,19 @@ def _parse(start: bytes, label: str) -> Envelope:
         raise CheckpointError(f"{label}: its header has not the keys of an encrypted checkpoint: it is damaged")
     if found["version"] != _VERSION or found["segment"] != SEGMENT:
         raise CheckpointError(
-            f"{label}: version {found['version']!r:.20} with segments of {found['segment']!r:.20} bytes, this library "
-            f"reads version {_VERSION} with {SEGMENT}"
+            f"{label}: version {shown(found['version'], 20)} with segments of {shown(found['segment'], 20)} bytes, "
+            f"this library reads version {_VERSION} with {SEGMENT}"
         )
     for key, most in (("nbytes", MAX_BYTES), ("contents", _MAX_CONTENTS), ("names", MAX_DESCRIPTION)):
         if type(found[key]) is not int or not 0 <= found[key] <= most:
-            raise CheckpointError(f"{label}: its header says {found[key]!r:.40} bytes of {key}: it is damaged")
+            raise CheckpointError(f"{label}: its header says {shown(found[key], 40)} bytes of {key}: it is damaged")
     name, checkpoint = found["name"], found["id"]
     if name != "" and not is_file_name(name):
-        raise CheckpointError(f"{label}: its header has the name {name!r:.80}: it is damaged")
+        raise CheckpointError(f"{label}: its header has the name {shown(name)}: it is damaged")
     if not isinstance(checkpoint, str) or not re.fullmatch(r"[0-9a-f]{32}", checkpoint):
-        raise CheckpointError(f"{label}: its header has the id {checkpoint!r:.80}: it is damaged")
+        raise CheckpointError(f"{label}: its header has the id {shown(checkpoint)}: it is damaged")
     if not isinstance(found["format"], str) or type(found["native"]) is not bool:
-        raise CheckpointError(f"{label}: its header has the format {found['format']!r:.80}: it is damaged")
+        raise CheckpointError(f"{label}: its header has the format {shown(found['format'])}: it is damaged")
     envelope = Envelope(
         checkpoint, name, found["format"], found["native"], found["nbytes"], found["contents"], found["names"],
         check_recipe(found["key"], label),
@@ -354,7 +355,7 @@ def read_names(readable: Readable) -> Plan:
                         tensors.append([name, torch, dtype, shape, None, len(regions) if nbytes else -1, 0])
                         regions += [[nbytes, 1]] if nbytes else []
                     case other:
-                        raise CheckpointError(f"{label}: invalid entry of tensor {name!r:.80}: {other!r:.80}")
+                        raise CheckpointError(f"{label}: invalid entry of tensor {shown(name)}: {shown(other)}")
                 if len(tensors) > MAX_TENSORS:
                     raise CheckpointError(f"{label}: more than {MAX_TENSORS} tensors")
             pieces.finish()

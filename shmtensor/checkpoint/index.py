@@ -34,7 +34,7 @@ _VERSION: Final = 1
 _FILE: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,254}")
 _METADATA: Final = ".metadata"  # the only name with a dot before it that a file of a checkpoint may have
 _WRITER: Final = re.compile(r"[0-9a-f]{16}")
-UNREADABLE: Final = (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError)
+UNREADABLE: Final = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 PENDING: Final = "pending"
 UPLOADED: Final = "done"

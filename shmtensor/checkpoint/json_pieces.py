@@ -18,6 +18,8 @@ _SPACE: Final = re.compile(r"[ \t\n\r]*")
 _END_QUOTE: Final = re.compile(r'(?<!\\)(?:\\\\)*"')  # after an even number of backslashes
 _HALF_ESCAPE: Final = re.compile(r"u[0-9a-fA-F]{0,3}\Z")
 _HIGH_SURROGATE: Final = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
+_LOW_SURROGATE: Final = re.compile(r"\\u[dD][c-fC-F]")
+_LONGEST: Final = 12  # characters of what stands for one: two escapes, as \ud83d\ude00
 _decode = json.JSONDecoder(object_pairs_hook=lambda pairs: _object(pairs)).raw_decode
 
 
@@ -145,13 +147,14 @@ class JsonPieces:
                 raise self.bad("a string without an end")
 
     def _whole(self, end: int) -> int:
-        """Where a piece of a string may end without splitting an escape."""
-        for cut in range(end, max(self._pos, end - 64), -1):
+        """Where a piece of a string may end without splitting an escape, or a pair of them."""
+        for cut in range(end, max(self._pos, end - 2 * _LONGEST), -1):
             half = _HALF_ESCAPE.search(self._text, max(self._pos, cut - 4), cut)
             before = cut if half is None else half.start()
             if self._is_escaped(cut) or (half is not None and self._is_escaped(before)):
                 continue
-            if _HIGH_SURROGATE.search(self._text, max(self._pos, cut - 6), cut) is None:
+            is_high = _HIGH_SURROGATE.search(self._text, max(self._pos, cut - 6), cut)
+            if is_high is None or (cut < end - 6 and _LOW_SURROGATE.match(self._text, cut) is None):
                 return cut
         return self._pos
 

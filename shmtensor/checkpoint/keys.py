@@ -18,7 +18,7 @@ import unicodedata
 from typing import Any, Final, NoReturn, Protocol, cast, runtime_checkable
 
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, DependencyError, WrongKey
-from ..options import how_to_install
+from ..options import how_to_install, shown
 
 KEY_BYTES: Final = 32
 NONCE_BYTES: Final = 12
@@ -238,7 +238,7 @@ def check_recipe(found: Any, label: str) -> dict[str, Any]:
         case {"by": "wrapper", "wrapped": str() as wrapped} if len(found) == 2:
             if 0 < len(wrapped) <= 2 * MAX_WRAPPED and _is_base64(wrapped):
                 return {"by": "wrapper", "wrapped": wrapped}
-    raise CheckpointError(f"{label}: its header does not say how it was encrypted: {found!r:.120}")
+    raise CheckpointError(f"{label}: its header does not say how it was encrypted: {shown(found, 120)}")
 
 
 def _is_hex(text: str) -> bool:

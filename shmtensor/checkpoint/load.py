@@ -22,6 +22,7 @@ from ..codec.numpy import Array
 from ..cuda.runtime import device_of
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, WrongKey
 from ..memory.mapped_file import map_private
+from ..options import shown
 from .description import Summer, digest
 from .devices import Blocks, check_device, move_state
 from .envelope import DATA, SEGMENT
@@ -435,6 +436,8 @@ def load_into(
     opened, files = open_files(path, Opener(encryption_key))
     with files:
         state = _state_for(own, opened, files, key=key, readers=count, verify=verify)
+        if (other := next((name for name in state if not isinstance(name, str)), None)) is not None:
+            raise ArgumentError(f"{_NO_STATE_DICT}: the one that was found has the key {shown(other)}")
         if strict and not own.hooked:
             _check_place(own, state, key)
         return module.load_state_dict(_with_tied(_with_tensors(state, own), own), strict=strict)

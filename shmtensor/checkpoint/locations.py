@@ -7,13 +7,12 @@ description is read, and is compared whenever its path is opened again.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any, BinaryIO, Final, NamedTuple, Protocol, TypeVar, cast
 
 from ..errors import ArgumentError, CheckpointError
@@ -33,6 +32,20 @@ DIRECT_MIN: Final = 1 << 20
 _COPIED: Final = 8 << 20  # bytes of a file at a URL that are copied by one request
 
 
+class LocalPath(PosixPath):
+    """A path of this machine. A link to a name that is too long for any file leads nowhere, as other dangling links."""
+
+    __slots__ = ()
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        try:
+            return super().stat(follow_symlinks=follow_symlinks)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            raise FileNotFoundError(errno.ENOENT, "a name in it is too long", str(self)) from None
+
+
 def location(path: str | os.PathLike[str] | RemotePath) -> Location:
     """The location that a user's path or URL means. Raises `ArgumentError`, `DependencyError`."""
     if isinstance(path, RemotePath):
@@ -40,9 +53,9 @@ def location(path: str | os.PathLike[str] | RemotePath) -> Location:
     if not os.fspath(path):
         raise ArgumentError('the path is empty: pass "." for the current directory')
     if not is_url(path):
-        return Path(path)
+        return LocalPath(path)
     found = open_url(path)
-    return found if isinstance(found, RemotePath) else Path(found)
+    return found if isinstance(found, RemotePath) else LocalPath(found)
 
 
 def fresh(path: str | os.PathLike[str] | RemotePath) -> Location:
@@ -131,15 +144,19 @@ class LocalFile:
 
 
 def open_input(path: Location) -> InputFile:
-    """Open a file for reading by position. Raises OSError, which is a `ResourceError` if too many files are open."""
+    """Open a file for reading by position. Raises OSError, which is a `ResourceError` if too many files are open, and
+    `CheckpointError` if it is no regular file: a FIFO would be waited for."""
     if isinstance(path, RemotePath):
         return path.open_input()
     try:
-        file = open_file(str(path), os.O_RDONLY)
+        file = open_file(str(path), os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise explain(error, f"cannot open {path}") from None
         raise
+    if not stat.S_ISREG(os.fstat(file.fd).st_mode):
+        file.close()
+        raise CheckpointError(f"{path} is no regular file")
     return LocalFile(file.fd, file)
 
 
@@ -213,10 +230,8 @@ def read_regular(path: Location, most: int) -> bytes:
     than `most` bytes. Raises OSError, and `ValueError` for a file that is too large or not regular."""
     if isinstance(path, RemotePath):
         return path.read_whole(most)
-    with contextlib.closing(open_file(str(path), os.O_RDONLY | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fd).st_mode):
-            raise ValueError("it is no regular file")
-        data = as_stream(LocalFile(file.fd)).read(most + 1)
+    with open_input(path) as file:
+        data = as_stream(file).read(most + 1)
     if len(data) > most:
         raise ValueError(f"it has more than {most} bytes")
     return data

@@ -99,7 +99,11 @@ def _parse(data: bytes, label: str) -> Manifest:
     found: dict[str, Any] = {}
     made: list[Part] = []
     others: list[Part] = []
+    seen: set[str] = set()
     for key in pieces.entries():
+        if key in seen:
+            raise ValueError(f"it has the key {key!r:.40} twice")
+        seen.add(key)
         if key == "parts":
             made = list(_parts(pieces, MAX_RANKS, _is_part))
         elif key == "others":

@@ -36,7 +36,7 @@ from .envelope import (
     read_names,
 )
 from .formats import FORMATS, KNOWN, Opened, detect
-from .formats.base import INDEX, Place, find_groups, find_index, shard_of
+from .formats.base import INDEX, Place, check_apart, find_groups, find_index, shard_of
 from .index import LATEST, is_file_name
 from .keys import KeyRing
 from .locations import Location, MemoryFile, Stamp, T, fresh, is_shortage, open_input, stamp, unchanged
@@ -136,6 +136,7 @@ class Opener:
                     f"{all_sealed[number].envelope.nbytes} bytes"
                 )
             places.append((number, offset))
+        check_apart(path, described.plan, places)
         return Opened(
             envelope.format, described.plan, files, stamps, places, described.digests if envelope.native else None,
             envelope.native, sealed=all_sealed,
@@ -353,8 +354,8 @@ def candidates(directory: Location) -> Iterator[tuple[int, Location]]:
 def _changed_at(path: Location) -> int | None:
     """When what may be a checkpoint was written, in ns, 0 if that is not known; None if it cannot be one."""
     try:
-        if path.is_symlink() and path.resolve().parent == path.parent.resolve():
-            return None  # an alias of one that is listed itself
+        if path.is_symlink() and (not path.exists() or path.resolve().parent == path.parent.resolve()):
+            return None  # an alias of one that is listed itself, or a link to nothing
         if path.is_dir():
             main = whole(path)
             return None if main is None else main.stat().st_mtime_ns
@@ -473,6 +474,13 @@ def _open_numbered(directory: Location, rank: int, opener: Opener) -> Opened:
     return _open_part(directory, manifest.parts[rank], opener)
 
 
+def open_parts(directory: Location) -> list[Opened]:
+    """Open the checkpoint files of all ranks, in their order."""
+    return unchanged(
+        directory / MANIFEST, lambda: [_open_part(directory, part, PLAIN) for part in read_manifest(directory).parts]
+    )
+
+
 def _open_part(directory: Location, part: Part, opener: Opener) -> Opened:
     path = directory / part.file
     if not path.is_file():
@@ -518,7 +526,10 @@ def _open_ranks(directory: Location, opener: Opener) -> Opened:
         ]
         regions += plan.regions
         places += [(file + len(files), offset) for file, offset in opened.places or ()]
-        digests = None if digests is None or opened.digests is None else digests + opened.digests
+        if digests is not None and opened.digests is not None:
+            digests += opened.digests
+        else:
+            digests = None
         sealed += opened.sealed or [None] * len(opened.files)
         locked = locked or opened.locked
         files += opened.files

@@ -43,10 +43,21 @@ from ..codec.libraries import torch_views
 from ..codec.numpy import CARRIER, AnyDType, Array, address_of
 from ..cuda.runtime import device_of, runtime
 from ..errors import ArgumentError, CheckpointError, CudaError, WireError
+from ..options import shown
 from ..wire.dtypes import BY_NAME, DType
 from ..wire.spec import MAX_BYTES, MAX_NDIM, OF_ARRAYS, extent
 from .devices import Blocks
-from .structure import MAX_TENSORS, Decoder, Encoder, ForeignEncoder, check_meta, numpy_dtype, read_json
+from .structure import (
+    MAX_DEPTH,
+    MAX_TENSORS,
+    Decoder,
+    Encoder,
+    ForeignEncoder,
+    check_meta,
+    is_deep,
+    numpy_dtype,
+    read_json,
+)  # fmt: skip
 
 VERSION: Final = 1
 MAX_DESCRIPTION: Final = 48 << 20  # bytes of JSON: it must fit into a safetensors header, which others limit to 100 MB
@@ -114,7 +125,7 @@ class Plan:
     def __repr__(self) -> str:
         return f"<Plan of {len(self.tensors)} tensors, {self.nbytes} bytes>"
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all regions."""
         return sum(region.nbytes for region in self.regions)
@@ -142,8 +153,9 @@ class Plan:
 
     def names(self, region: int) -> str:
         """The names of a region's tensors, for messages."""
-        names = [self.tensors[number].name for number in self.members[region]]
-        return ", ".join(f'"{name}"' for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        members = self.members[region]
+        shown = ", ".join(f'"{self.tensors[number].name}"' for number in members[:3])
+        return shown + (f" and {len(members) - 3} more" if len(members) > 3 else "")
 
     def describe(self) -> bytes:
         """The plan as JSON, without bytes of tensors. `ArgumentError` if it is larger than a file may hold."""
@@ -199,10 +211,14 @@ class Plan:
         if not isinstance(parts, dict) or set(parts) != {"version", "tree", "tensors", "regions", "meta"}:
             raise CheckpointError("invalid description: not the keys of a plan")
         if parts["version"] != VERSION:
-            raise CheckpointError(f"description has version {parts['version']!r:.20}, this library reads {VERSION}")
+            raise CheckpointError(
+                f"description has version {shown(parts['version'], 20)}, this library reads {VERSION}"
+            )
         meta = parts["meta"]
         if meta is not None and not isinstance(meta, dict):
             raise CheckpointError("invalid description: meta is neither a dict nor null")
+        if is_deep(meta):
+            raise CheckpointError(f"invalid description: meta is nested more than {MAX_DEPTH} deep")
         if not (isinstance(parts["tensors"], list) and isinstance(parts["regions"], list)):
             raise CheckpointError("invalid description: tensors and regions are no lists")
         if max(len(parts["tensors"]), len(parts["regions"])) > MAX_TENSORS:
@@ -299,13 +315,13 @@ def stored_shape(entry: Entry) -> tuple[int, ...]:
 
 def _natural(value: Any, what: str, limit: int = MAX_BYTES) -> int:
     if type(value) is not int or not 0 <= value <= limit:
-        raise CheckpointError(f"invalid description: {what} is {value!r:.40}")
+        raise CheckpointError(f"invalid description: {what} is {shown(value, 40)}")
     return value
 
 
 def _region(part: Any) -> Region:
     if not (isinstance(part, list) and len(part) == 2):
-        raise CheckpointError(f"invalid description: region {part!r:.40}")
+        raise CheckpointError(f"invalid description: region {shown(part, 40)}")
     align = _natural(part[1], "an alignment", 4096)
     if not align or align & align - 1:
         raise CheckpointError(f"invalid description: alignment {align}")
@@ -316,16 +332,16 @@ def _region(part: Any) -> Region:
 
 def _entry(part: Any, regions: Sequence[Region]) -> Entry:
     if not (isinstance(part, list) and len(part) == 7 and isinstance(part[0], str)):
-        raise CheckpointError(f"invalid description: tensor {part!r:.80}")
+        raise CheckpointError(f"invalid description: tensor {shown(part)}")
     name, torch, dtype, shape, strides, region, offset = part
     label = f"tensor {name!r:.80}"
     if len(name) > MAX_NAME + 20 or torch not in (0, 1):
         raise CheckpointError(f"invalid description: {label}")
     row = BY_NAME.get(dtype) if isinstance(dtype, str) else None
     if (torch and (row is None or not row.torch)) or (row is not None and not torch and not row.numpy):
-        raise CheckpointError(f"{label} has the unknown dtype {dtype!r:.40}")
+        raise CheckpointError(f"{label} has the unknown dtype {shown(dtype, 40)}")
     if not isinstance(shape, list) or len(shape) > MAX_NDIM or not isinstance(strides, (list, type(None))):
-        raise CheckpointError(f"{label} has the shape {shape!r:.80}")
+        raise CheckpointError(f"{label} has the shape {shown(shape)}")
     sizes = tuple([_natural(n, f"a dimension of {label}") for n in shape])
     steps = None if strides is None else tuple([_natural(s, f"a stride of {label}") for s in strides])
     entry = Entry(name, bool(torch), dtype, sizes, steps, -1, 0)
@@ -334,7 +350,7 @@ def _entry(part: Any, regions: Sequence[Region]) -> Entry:
     for length in sizes:
         size *= max(length, 1)
         if size > MAX_BYTES:
-            raise CheckpointError(f"{label} has the shape {shape!r:.80}, more than {MAX_BYTES} bytes")
+            raise CheckpointError(f"{label} has the shape {shown(shape)}, more than {MAX_BYTES} bytes")
     span = 0 if 0 in sizes or not itemsize else itemsize
     if steps is not None and len(steps) != len(sizes):
         raise CheckpointError(f"{label} has {len(sizes)} dimensions and {len(steps)} strides")
@@ -570,7 +586,10 @@ def storage_bytes(tensor: Any, address: int, nbytes: int) -> Any:
 # (region) -> its bytes, a uint8 array of exactly its size
 BytesOf = Callable[[int], Array]
 
-_FREE = 1 << 20  # bytes that the parts of a composite may have, however few are stored
+_FREE: Final = 1 << 20  # bytes that may be copied, however few are stored
+_MOST_COPIED: Final = 16
+"""Times the bytes of a checkpoint that its long `bytes`, and the parts of sparse, quantized and nested tensors may
+have."""
 
 
 def build_state(
@@ -603,12 +622,20 @@ class _Builder:
         self._arrays: dict[int, Array] = {}
         self._storages: dict[int, Any] = {}
         self._memo: dict[object, Any] = {}
+        self._copied = 0
 
-    def leaf(self, number: int, *, part: bool = False) -> Any:
+    def leaf(self, number: int, copied: bool, *, part: bool = False) -> Any:
         """The tensor or array of a number. `part`: it is a part of a composite, where quantized types are allowed."""
         if number >= len(self._plan.tensors):
             raise CheckpointError(f"invalid structure: tensor {number} of {len(self._plan.tensors)}")
         entry = self._plan.tensors[number]
+        if copied or part:
+            self._copied += entry.nbytes
+            if self._copied > _FREE and self._copied > _MOST_COPIED * self._plan.nbytes + _FREE:
+                raise CheckpointError(
+                    f"tensor {entry.name!r:.80}: {self._copied} bytes would be copied, of the {self._plan.nbytes} that "
+                    "are stored: it repeats them too often"
+                )
         try:
             if not entry.torch:
                 return self._array(entry, entry.numpy)
@@ -678,13 +705,7 @@ class _Builder:
             )
         from ..codec.composites import rebuild
 
-        parts = [self.leaf(number, part=True) for number in numbers]
-        entries = [self._plan.tensors[number] for number in numbers]
-        held = sum(self._plan.regions[region].nbytes for region in {entry.region for entry in entries} - {-1})
-        if sum(entry.nbytes for entry in entries) > 16 * held + _FREE:  # some are copied
-            raise CheckpointError(
-                f"tensor {entries[0].name!r:.80} ({kind}) repeats the {held} bytes that it has too often"
-            )
+        parts = [self.leaf(number, False, part=True) for number in numbers]
         try:
             made = rebuild(kind, parameters, parts, scalars, self._memo)
             return made if self._blocks is None else self._blocks.move(made)
@@ -719,7 +740,7 @@ def array_dtype(entry: Entry) -> AnyDType:
 def check_structure(plan: Plan) -> None:
     """`CheckpointError` unless the tree is a valid structure whose tensors exist. Call it before walking the tree."""
 
-    def leaf(number: int) -> Array:
+    def leaf(number: int, copied: bool = False) -> Array:
         if number >= len(plan.tensors):
             raise CheckpointError(f"invalid structure: tensor {number} of {len(plan.tensors)}")
         return _NOTHING

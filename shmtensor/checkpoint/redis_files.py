@@ -53,6 +53,8 @@ from .remote import TIMEOUT
 PART: Final = 8 << 20
 """Bytes of a part. Redis takes values of up to 512 MiB."""
 _LARGEST: Final = 512 << 20
+_MOST_PARTS: Final = 1 << 20
+"""Of a file: their keys are listed when it is deleted."""
 _EXPIRES: Final = 3600
 """Seconds that parts stay for without having been committed or renewed."""
 _RENEWED: Final = 600.0
@@ -88,7 +90,7 @@ class _Header(NamedTuple):
 def _parse(path: str, data: bytes) -> _Header:
     found = _HEADER.fullmatch(data)
     header = None if found is None else _Header(int(found[1]), int(found[2]), int(found[3]), found[4].decode())
-    if header is None or not 65536 <= header.part <= _LARGEST:
+    if header is None or not 65536 <= header.part <= _LARGEST or header.parts > _MOST_PARTS:
         raise ValueError(f"the value of the key {path!r} is no file of shmtensor's")
     return header
 

@@ -208,7 +208,7 @@ def read_vote(pending: str, rank: int) -> Vote | None:
             return None
         if vote.rank != rank or not rank < vote.world_size <= MAX_RANKS or not index.is_file_name(vote.file):
             return None
-        if not isinstance(vote.alias, str) or not re.fullmatch(r"[0-9a-f]{16}", vote.digest):
+        if not (vote.alias == "" or index.is_file_name(vote.alias)) or not re.fullmatch(r"[0-9a-f]{16}", vote.digest):
             return None
         if not re.fullmatch(r"(?:[0-9a-f]{16})?", vote.upload):
             return None

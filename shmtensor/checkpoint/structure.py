@@ -50,8 +50,9 @@ from ..codec.leaf import Leaf, Refused, is_tensor
 from ..codec.libraries import import_torch, torch_views
 from ..codec.numpy import CARRIER, ROW, AnyDType, Array, array_leaf, build, describe
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, WireError
+from ..options import shown
 from ..wire.dtypes import BY_NAME
-from ..wire.spec import COMPOSITES, Keys
+from ..wire.spec import COMPOSITES, BigKeys, Keys
 
 MAX_TENSORS: Final = 1_000_000
 """The most tensors of a checkpoint: readers refuse more, and so does the planner. The limits of the text are in
@@ -59,6 +60,7 @@ MAX_TENSORS: Final = 1_000_000
 MAX_DEPTH: Final = 64
 _INLINE = 4096  # longer bytes are stored as arrays
 _MAX_PLAIN_BITS = 1024
+_MAX_KEY: Final = 3500  # hex digits: Python writes no longer ints in decimal, as the names of tensors have them
 _HEX = re.compile(r"-?0x[0-9a-f]+\Z")
 _DEVICE = re.compile(r"[a-z]{1,20}(:\d{1,4})?\Z")
 _ALLOWED = (
@@ -182,7 +184,7 @@ class Encoder:
                 return {"x": self._leaf(name, plain)}
             if type(tensor) not in known and not views.is_jagged(tensor):
                 raise _refuse(tensor, "save tensor.as_subclass(torch.Tensor); of a DTensor its to_local()")
-            apart = take_apart(tensor)
+            apart = self._apart(take_apart, tensor)
             if apart is None:
                 return {"x": self._leaf(name, views.tensor_leaf(tensor))}
             token, scalars, parts = apart
@@ -193,6 +195,9 @@ class Encoder:
         except (RuntimeError, NotImplementedError) as error:
             raise Refused(ArgumentTypeError, f"tensor cannot be read: {error}") from error
         return {"z": [token[0], list(token[1:]), [self._node(scalar, "", 0) for scalar in scalars], numbers]}
+
+    def _apart(self, take_apart: Callable[[Any], Any], tensor: Any) -> Any:
+        return take_apart(tensor)
 
     def _of_torch(self, value: Any, name: str, depth: int) -> Any:
         torch = sys.modules.get("torch")
@@ -224,6 +229,7 @@ class ForeignEncoder(Encoder):
     def __init__(self, most: int) -> None:
         super().__init__()
         self._left = self._most = most
+        self._known: dict[int, tuple[Any, Any]] = {}
 
     def _node(self, value: Any, name: str, depth: int) -> Any:
         self._left -= 1
@@ -240,6 +246,12 @@ class ForeignEncoder(Encoder):
             dtype = str(tensor.dtype).removeprefix("torch.")
             return {"meta": [dtype, list(tensor.shape), list(tensor.stride())]}
         return super()._tensor(tensor, name)
+
+    def _apart(self, take_apart: Callable[[Any], Any], tensor: Any) -> Any:
+        """Once for each tensor: all of its elements are looked at."""
+        if id(tensor) not in self._known:
+            self._known[id(tensor)] = tensor, take_apart(tensor)
+        return self._known[id(tensor)][1]
 
 
 @functools.cache
@@ -297,18 +309,22 @@ def _numpy_scalar(value: Any) -> Any:
     return {"n": [dtype_name(array.dtype), base64.b64encode(array.tobytes()).decode("ascii")]}
 
 
-# (number of the tensor) -> tensor or array, and (kind, parameters, scalars, numbers) -> composite
-MakeLeaf = Callable[[int], Any]
+# (number of the tensor, whether its bytes are copied) -> tensor or array, and
+# (kind, parameters, scalars, numbers) -> composite
+MakeLeaf = Callable[[int, bool], Any]
 MakeComposite = Callable[[str, tuple[int, ...], list[Any], list[int]], Any]
 
 
 class Decoder:
-    """Structures back to states. With `torch`, the three torch types come back as such, else as tuple and strings."""
+    """Structures back to states. With `torch`, the three torch types come back as such, else as tuple and strings.
+
+    Each tensor of a plan is in its structure once: what is shared are bytes."""
 
     def __init__(self, leaf: MakeLeaf, composite: MakeComposite, *, torch: bool = True) -> None:
-        self._leaf = leaf
+        self._make_leaf = leaf
         self._composite = composite
         self._torch = torch
+        self._used: set[int] = set()
 
     def decode(self, node: Any, depth: int = 0) -> Any:
         """The value of a node. Raises `CheckpointError` if it is invalid."""
@@ -328,12 +344,22 @@ class Decoder:
                     if isinstance(error, CheckpointError):
                         raise
                     raise CheckpointError(f"invalid structure: {error}") from None
-        raise CheckpointError(f"invalid structure: {node!r:.80}")
+        raise CheckpointError(f"invalid structure: {shown(node)}")
+
+    def _use(self, number: int) -> int:
+        """The number of a tensor. `CheckpointError` if it was used before: that would cost again what it costs."""
+        if number in self._used:
+            raise CheckpointError(f"invalid structure: tensor {number} is there twice")
+        self._used.add(number)
+        return number
+
+    def _leaf(self, value: Any, *, copied: bool = False) -> Any:
+        return self._make_leaf(self._use(number(value)), copied)
 
     def _tagged(self, tag: str, body: Any, node: dict[str, Any], depth: int) -> Any:
         match tag, body:
             case "x", int():
-                return self._leaf(number(body))
+                return self._leaf(body)
             case "d", dict():
                 return {key: self.decode(child, depth + 1) for key, child in body.items()}
             case (("k" | "o" | "c"), list()):
@@ -342,7 +368,8 @@ class Decoder:
                 return tuple([self.decode(child, depth + 1) for child in body])
             case "z", [str() as kind, list() as parameters, list() as scalars, list() as numbers]:
                 values = [self.decode(scalar, depth + 1) for scalar in scalars]
-                return self._composite(kind, check_composite(kind, parameters, values, numbers), values, numbers)
+                checked = check_composite(kind, parameters, values, numbers)
+                return self._composite(kind, checked, values, [self._use(each) for each in numbers])
             case "f", ("nan" | "inf" | "-inf"):
                 return float(body)
             case "i", str() if _HEX.match(body):
@@ -350,7 +377,7 @@ class Decoder:
             case "b", str():
                 return base64.b64decode(body, validate=True)
             case "B", int():
-                array = np.asarray(self._leaf(number(body)))
+                array = np.asarray(self._leaf(body, copied=True))
                 if not array.flags.c_contiguous:  # one byte, repeated
                     raise CheckpointError(f"invalid structure: bytes in tensor {body}, which is no run of memory")
                 return array.tobytes()
@@ -372,14 +399,15 @@ class Decoder:
                 return self._device(body)
             case "meta", [str() as dtype, list() as shape, list() as strides]:
                 return self._meta(dtype, shape, strides)
-        raise CheckpointError(f"invalid structure: {node!r:.80}")
+        raise CheckpointError(f"invalid structure: {shown(node)}")
 
     def _pairs(self, tag: str, body: list[Any], metadata: Any, depth: int) -> Any:
         pairs = []
         for pair in body:
             if not (isinstance(pair, list) and len(pair) == 2):
-                raise CheckpointError(f"invalid structure: {pair!r:.80} is no key and value")
+                raise CheckpointError(f"invalid structure: {shown(pair)} is no key and value")
             pairs.append((key_of(pair[0]), self.decode(pair[1], depth + 1)))
+        _check_hashes([key for key, _ in pairs])
         value: Any = dict(pairs) if tag == "k" else OrderedDict(pairs) if tag == "o" else Counter(dict(pairs))
         if len(value) != len(pairs):
             raise CheckpointError("invalid structure: a dict has a key twice")
@@ -390,6 +418,7 @@ class Decoder:
     def _set(self, tag: str, body: list[Any], depth: int) -> Any:
         values = [self.decode(child, depth + 1) for child in body]
         try:
+            _check_hashes(values)
             found = set(values) if tag == "e" else frozenset(values)
         except TypeError as error:
             raise CheckpointError(f"invalid structure: {error} in a set") from None
@@ -401,7 +430,7 @@ class Decoder:
         if not self._torch:
             return self._composite("meta", (), [], [])
         if not all(type(n) is int and 0 <= n < 1 << 62 for n in [*shape, *strides]):
-            raise CheckpointError(f"invalid structure: a tensor of shape {shape!r:.80} and strides {strides!r:.80}")
+            raise CheckpointError(f"invalid structure: a tensor of shape {shown(shape)} and strides {shown(strides)}")
         try:
             return import_torch().empty_strided(shape, strides, dtype=self._dtype(dtype), device="meta")
         except (RuntimeError, TypeError) as error:
@@ -425,10 +454,18 @@ class Decoder:
             raise CheckpointError(f"torch knows no device {name!r}") from None
 
 
+def _check_hashes(keys: Iterable[Any]) -> None:
+    """`CheckpointError` if too many keys of one dict or set share a hash: to make it would take minutes."""
+    big_keys = BigKeys()
+    for key in keys:
+        if not big_keys.add(key):
+            raise CheckpointError("invalid structure: keys of one dict or set that share a hash")
+
+
 def _part(value: Any) -> float:
     """Real or imaginary part of a complex number."""
     if type(value) is not float and type(value) is not int:
-        raise CheckpointError(f"invalid structure: {value!r:.40} in a complex number")
+        raise CheckpointError(f"invalid structure: {shown(value, 40)} in a complex number")
     try:
         return float(value)
     except OverflowError:
@@ -438,7 +475,7 @@ def _part(value: Any) -> float:
 def number(value: Any) -> int:
     """A tensor's number; `CheckpointError` if it cannot be one."""
     if type(value) is not int or not 0 <= value < MAX_TENSORS:
-        raise CheckpointError(f"invalid structure: tensor number {value!r:.40}")
+        raise CheckpointError(f"invalid structure: tensor number {shown(value, 40)}")
     return value
 
 
@@ -505,7 +542,7 @@ def key_of(token: object) -> object:
             return None
         case ["b", int() as bit] if bit in (0, 1) and not isinstance(bit, bool):
             return bool(bit)
-        case ["i", str() as text] if _HEX.match(text):
+        case ["i", str() as text] if len(text) < _MAX_KEY and _HEX.match(text):
             return int(text, 16)
         case ["f", str() as text] if len(text) < 64:
             try:
@@ -513,6 +550,17 @@ def key_of(token: object) -> object:
             except (ValueError, OverflowError):
                 pass
     raise WireError("invalid dict key ")
+
+
+def is_deep(value: object) -> bool:
+    """Whether dicts and lists are nested more than `MAX_DEPTH` deep. What is deeper may be too deep to be written."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        containers = [each for each in level if isinstance(each, (dict, list, tuple))]
+        level = [child for each in containers for child in (each.values() if isinstance(each, dict) else each)]
+        if not level:
+            return False
+    return True
 
 
 def check_meta(meta: object) -> None:
@@ -530,6 +578,8 @@ def check_meta(meta: object) -> None:
         raise ArgumentTypeError(f"meta is not JSON: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"meta is not JSON: {error}") from None
+    if is_deep(meta):
+        raise ArgumentError(f"meta is nested more than {MAX_DEPTH} deep")
 
 
 def _check_keys(meta: object) -> None:

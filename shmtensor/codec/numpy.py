@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentTypeError, WireError
+from ..options import shown
 from ..wire.dtypes import TABLE, DType
 from .leaf import Leaf, Refused
 
@@ -88,9 +89,9 @@ def build(description: object, depth: int = 0) -> AnyDType:
     except WireError:
         raise
     except Exception as error:  # NumPy raises half a dozen types of error for impossible dtypes
-        raise WireError(f"invalid dtype {description!r:.80}: {error}") from None
+        raise WireError(f"invalid dtype {shown(description)}: {error}") from None
     if dtype.hasobject or dtype.itemsize > _MAX_ITEMSIZE:
-        raise WireError(f"invalid dtype {description!r:.80}")
+        raise WireError(f"invalid dtype {shown(description)}")
     return dtype
 
 
@@ -108,7 +109,7 @@ def _build(description: object, depth: int) -> AnyDType:
             return np.dtype((base, tuple(shape)))
         if keys >= _REQUIRED and keys <= _REQUIRED | _OPTIONAL:
             return _structured(description, depth)
-    raise WireError(f"invalid dtype {description!r:.80}")
+    raise WireError(f"invalid dtype {shown(description)}")
 
 
 def _sizes(shape: list[Any], itemsize: int) -> bool:
@@ -137,7 +138,7 @@ def _structured(description: dict[str, Any], depth: int) -> AnyDType:
     fields = [build(field, depth + 1) for field in formats]
     for field, offset in zip(fields, offsets, strict=True):
         if type(offset) is not int or not 0 <= offset <= itemsize - field.itemsize:
-            raise WireError(f"invalid structured dtype: field at {offset!r:.20} of {itemsize} bytes")
+            raise WireError(f"invalid structured dtype: field at {shown(offset, 20)} of {itemsize} bytes")
     parts: dict[str, Any] = {"names": names, "formats": fields, "offsets": offsets, "itemsize": itemsize}
     if titles:
         parts["titles"] = titles

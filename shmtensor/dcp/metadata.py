@@ -22,7 +22,9 @@ What comes out is then taken apart by the names that DCP's classes and fields ha
 from __future__ import annotations
 
 import math
+import operator
 import pickletools
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -43,6 +45,7 @@ from ..checkpoint.plan import Entry, Plan
 from ..checkpoint.selection import stored_nbytes
 from ..checkpoint.structure import MAX_TENSORS
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
+from ..options import shown
 from ..wire.spec import MAX_BYTES, MAX_NDIM
 
 Where = Any
@@ -101,27 +104,57 @@ class Items:
                     raise CheckpointError(
                         f"{self._label}: item {fqn!r:.80} has {math.prod(found.size)} elements, its chunks have {has}"
                     )
-                if _overlap([(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks]):
+                if not _tile(found.size, found.chunks):
                     raise CheckpointError(f"{self._label}: chunks of item {fqn!r:.80} overlap")
         paths = self._paths if len(self._paths) == len(self._items) else None
+        _check_lists(self._paths.values(), len(self._items), self._label)
         return Metadata(self._items, planner_data=paths, storage_data=self._stored)
 
 
-def _overlap(chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether two chunks (offsets, shape) have an element in common: a sweep along the dimension that is cut most
-    often, where few are open at a time."""
-    if len(chunks) < 2:
-        return False
-    count = len(chunks[0][0])
-    along = max(range(count), key=lambda dim: len({offsets[dim] for offsets, _ in chunks}), default=0)
-    opened: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for offsets, shape in sorted(chunks, key=lambda chunk: chunk[0][along : along + 1]):
-        opened = [(at, size) for at, size in opened if count and at[along] + size[along] > offsets[along]]
-        for at, size in opened:
-            if all(a < b + m and b < a + n for a, n, b, m in zip(at, size, offsets, shape, strict=True)):
-                return True
-        opened.append((offsets, shape))
-    return False
+def _tile(size: Sequence[int], chunks: Iterable[ChunkStorageMetadata]) -> bool:
+    """Whether chunks cover each element of a tensor exactly once; in time linear in their number, wherever they are.
+
+    Along each dimension every edge gets a random number. A chunk's product of the differences of its edges, written
+    out, is the sum of its corners with signs, each corner the product of its coordinates' numbers. In the sum over the
+    chunks the corners inside of the tensor cancel out, and what remains is the same product of the whole tensor, if,
+    and but for one chance in 2**55 only if, the chunks do.
+    """
+    numbers = random.Random()  # seeded by the kernel, so that no file can be made for them
+    edges: list[dict[int, int]] = [{} for _ in size]
+
+    def product(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        found = 1
+        for known, start, length in zip(edges, offsets, sizes, strict=True):
+            low, high = (
+                known[at] if at in known else known.setdefault(at, numbers.randrange(_PRIME))
+                for at in (start, start + length)
+            )
+            found = found * (low - high) % _PRIME
+        return found
+
+    whole = product([0] * len(size), size)
+    return sum(product(chunk.offsets, chunk.sizes) for chunk in chunks) % _PRIME == whole
+
+
+_PRIME: Final = (1 << 61) - 1
+
+
+_LONG: Final = 1024
+_MOST_LONGER: Final = 64
+
+
+def _check_lists(paths: Iterable[ItemPath], items: int, label: str) -> None:
+    """`CheckpointError` if the lists that DCP's planner makes of the numbers in paths would be much longer than there
+    are items."""
+    longest: dict[int, int] = {}  # by what is before the number
+    for path in paths:
+        for at, step in enumerate(path):
+            if type(step) is int and step >= _LONG:
+                before = hash(repr(path[:at]))
+                longest[before] = max(step, longest.get(before, 0))
+    total = sum(longest.values())
+    if total > _MOST_LONGER * items:
+        raise CheckpointError(f"{label}: the paths of its {items} items are those of lists of {total} elements")
 
 
 OBJECTS: Final = "objects"
@@ -178,7 +211,7 @@ def check_item(fqn: str, planner_data: object) -> ItemPath | None:
         return None
     if not isinstance(path, (tuple, list)) or not all(type(step) in (str, int) for step in path):
         raise ArgumentTypeError(
-            f"the planner says {path!r:.80} of item {fqn!r:.80}: paths of strings and ints are stored, as those of "
+            f"the planner says {shown(path)} of item {fqn!r:.80}: paths of strings and ints are stored, as those of "
             "DefaultSavePlanner"
         )
     if len(path) > _MAX_PATH:
@@ -193,7 +226,7 @@ def parse(meta: dict[str, Any] | None, plan: Plan, label: str) -> Description:
         raise CheckpointError(f"{label} was not saved by shmtensor.dcp: load it by shmtensor.load_checkpoint")
     if found.get("version") != VERSION:
         raise CheckpointError(
-            f"{label} has version {found.get('version')!r:.20} of items, this library reads {VERSION}"
+            f"{label} has version {shown(found.get('version'), 20)} of items, this library reads {VERSION}"
         )
     tensors, objects = found.get("tensors"), found.get("objects")
     if not isinstance(tensors, list) or not isinstance(objects, list):
@@ -220,24 +253,24 @@ def _tensor(found: Any, entry: Entry, label: str) -> TensorItem:
     match found:
         case [str() as fqn, path, list() as size, list() as offsets]:
             if not (_naturals(size) and _naturals(offsets) and len(size) == len(offsets) == len(entry.shape)):
-                raise CheckpointError(f"{label}: item {fqn!r:.80} has size {size!r:.80} and offsets {offsets!r:.80}")
+                raise CheckpointError(f"{label}: item {fqn!r:.80} has size {shown(size)} and offsets {shown(offsets)}")
             if any(at + count > total for at, count, total in zip(offsets, entry.shape, size, strict=True)):
                 raise CheckpointError(
-                    f"{label}: item {fqn!r:.80} of size {size!r:.80} has a chunk of shape {list(entry.shape)!r:.80} at "
-                    f"{offsets!r:.80}"
+                    f"{label}: item {fqn!r:.80} of size {shown(size)} has a chunk of shape {shown(list(entry.shape))} "
+                    f"at {shown(offsets)}"
                 )
             if not entry.torch or stored_nbytes(entry) != entry.nbytes:
                 raise CheckpointError(f"{label}: item {fqn!r:.80} is {entry.name!r:.80}, which is no dense tensor")
             check_bytes(fqn, size, entry.itemsize, label)
             return TensorItem(fqn, _path(fqn, path, label), tuple(size), tuple(offsets))
-    raise CheckpointError(f"{label}: invalid item {found!r:.80}")
+    raise CheckpointError(f"{label}: invalid item {shown(found)}")
 
 
 def _object(found: Any, label: str) -> ObjectItem:
     match found:
         case [str() as fqn, path, int() as nbytes] if _naturals([nbytes]):
             return ObjectItem(fqn, _path(fqn, path, label), nbytes)
-    raise CheckpointError(f"{label}: invalid item {found!r:.80}")
+    raise CheckpointError(f"{label}: invalid item {shown(found)}")
 
 
 def _path(fqn: str, path: Any, label: str) -> ItemPath | None:
@@ -249,7 +282,7 @@ def _path(fqn: str, path: Any, label: str) -> ItemPath | None:
         or not 1 <= len(path) <= _MAX_PATH
         or not all(type(step) is str or (type(step) is int and 0 <= step < MAX_BYTES) for step in path)
     ):
-        raise CheckpointError(f"{label}: item {fqn!r:.80} has the path {path!r:.80}")
+        raise CheckpointError(f"{label}: item {fqn!r:.80} has the path {shown(path)}")
     return tuple(path)
 
 
@@ -260,12 +293,12 @@ def _naturals(values: Sequence[Any]) -> bool:
 def check_bytes(fqn: str, size: Sequence[int], itemsize: int, label: str) -> None:
     """`CheckpointError` if a tensor of this size is larger than any can be."""
     if math.prod(max(1, length) for length in size) * itemsize > MAX_BYTES:
-        raise CheckpointError(f"{label}: item {fqn!r:.80} has size {list(size)!r:.80}, more than {MAX_BYTES} bytes")
+        raise CheckpointError(f"{label}: item {fqn!r:.80} has size {shown(list(size))}, more than {MAX_BYTES} bytes")
 
 
 _DCP: Final = "torch.distributed.checkpoint.metadata."
 _INFO: Final = "torch.distributed.checkpoint.filesystem._StorageInfo"
-_MAX_TEXT: Final = 4096  # characters of a name, steps of a path
+_MAX_TEXT: Final = 4096  # characters of a name
 
 
 class Chunk(NamedTuple):
@@ -306,7 +339,7 @@ def read_pickle(path: Location, most: int) -> Found:
         return _found(_run(read_regular(path, most)))
     except _Invalid as error:
         raise CheckpointError(f"{path} is no metadata of DCP's FileSystemWriter: {error}") from None
-    except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         text = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path} is no metadata of DCP's FileSystemWriter: {text:.200}") from None
 
@@ -409,13 +442,13 @@ def _run(data: bytes) -> Any:
             case "NEWOBJ" | "REDUCE":
                 arguments, function = stack.pop(), stack.pop()
                 if not isinstance(function, _Global) or not isinstance(arguments, tuple):
-                    raise _Invalid(f"a call of {function!r:.40} at byte {at}")
+                    raise _Invalid(f"a call of {shown(function, 40)} at byte {at}")
                 made = _Dict() if function.name == "collections.OrderedDict" else _Object(function.name, arguments)
                 stack.append(made)
             case "BUILD":
                 state = stack.pop()
                 if not isinstance(stack[-1], _Object):
-                    raise _Invalid(f"the state of {stack[-1]!r:.40} at byte {at}")
+                    raise _Invalid(f"the state of {shown(stack[-1], 40)} at byte {at}")
                 stack[-1].state = state
             case _ if name in _LITERALS:
                 stack.append(argument)
@@ -426,25 +459,25 @@ def _run(data: bytes) -> Any:
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise _Invalid(f"{value!r:.40} in place of a list")
+        raise _Invalid(f"{shown(value, 40)} in place of a list")
     return value
 
 
 def _pairs(value: Any) -> list[tuple[Any, Any]]:
     if not isinstance(value, _Dict):
-        raise _Invalid(f"{value!r:.40} in place of a dict")
+        raise _Invalid(f"{shown(value, 40)} in place of a dict")
     return value.pairs
 
 
 def _text(value: Any) -> str:
     if type(value) is not str or len(value) > _MAX_TEXT:
-        raise _Invalid(f"{value!r:.40} in place of a name")
+        raise _Invalid(f"{shown(value, 40)} in place of a name")
     return value
 
 
 def _int(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MAX_BYTES:
-        raise _Invalid(f"{value!r:.40} in place of a number")
+        raise _Invalid(f"{shown(value, 40)} in place of a number")
     return value
 
 
@@ -454,6 +487,7 @@ def _int(value: Any) -> int:
 def _found(value: Any) -> Found:
     fields = _fields(value, _DCP + "Metadata")
     items: dict[str, Tensor | None] = {}
+    made: dict[int, Chunk] = {}
     count = 0
     for key, each in _pairs(fields["state_dict_metadata"]):
         if isinstance(each, _Object) and each.name == _DCP + "BytesStorageMetadata":
@@ -466,17 +500,24 @@ def _found(value: Any) -> Found:
         if count > MAX_TENSORS:
             raise _Invalid(f"it has more than {MAX_TENSORS} chunks")
         size = _size(about["size"])
-        items[_text(key)] = Tensor(size, _dtype(about["properties"]), [_chunk(chunk, len(size)) for chunk in chunks])
+        if math.prod(max(1, length) for length in size) > MAX_BYTES:
+            raise _Invalid(f"a tensor of size {shown(size)}")
+        for chunk in chunks:
+            if id(chunk) not in made:  # thousands may be one object
+                made[id(chunk)] = _chunk(chunk)
+            if not len(made[id(chunk)].offsets) == len(made[id(chunk)].sizes) == len(size):
+                raise _Invalid(f"{shown(tuple(made[id(chunk)]))} of a tensor of {len(size)} dimensions")
+        items[_text(key)] = Tensor(size, _dtype(about["properties"]), [made[id(chunk)] for chunk in chunks])
     if count > MAX_TENSORS:
         raise _Invalid(f"it has more than {MAX_TENSORS} items")
     paths = fields.get("planner_data")
-    return Found(items, {} if paths is None else _paths(paths), _ranges(fields["storage_data"]))
+    return Found(items, {} if paths is None else _paths(paths), _ranges(fields["storage_data"], items))
 
 
 def _fields(value: Any, name: str) -> Mapping[str, Any]:
     """The fields of an object of a dataclass."""
     if not isinstance(value, _Object) or value.name != name or value.arguments:
-        raise _Invalid(f"{value!r:.80} in place of a {name.rpartition('.')[2]}")
+        raise _Invalid(f"{shown(value)} in place of a {name.rpartition('.')[2]}")
     return {_text(key): each for key, each in _pairs(value.state)}
 
 
@@ -484,15 +525,12 @@ def _size(value: Any) -> tuple[int, ...]:
     match value:
         case _Object(name="torch.Size", arguments=(tuple() as size,)) if len(size) <= MAX_NDIM:
             return tuple(_int(length) for length in size)
-    raise _Invalid(f"{value!r:.80} in place of a torch.Size")
+    raise _Invalid(f"{shown(value)} in place of a torch.Size")
 
 
-def _chunk(value: Any, ndim: int) -> Chunk:
+def _chunk(value: Any) -> Chunk:
     fields = _fields(value, _DCP + "ChunkStorageMetadata")
-    chunk = Chunk(_size(fields["offsets"]), _size(fields["sizes"]))
-    if len(chunk.offsets) != ndim or len(chunk.sizes) != ndim:
-        raise _Invalid(f"{chunk!r:.80} of a tensor of {ndim} dimensions")
-    return chunk
+    return Chunk(_size(fields["offsets"]), _size(fields["sizes"]))
 
 
 def _dtype(value: Any) -> torch.dtype:
@@ -501,24 +539,28 @@ def _dtype(value: Any) -> torch.dtype:
             found = getattr(torch, dtype.removeprefix("torch."), None) if dtype.isascii() else None
             if isinstance(found, torch.dtype):
                 return found
-    raise _Invalid(f"{value!r:.80} in place of the properties of a tensor")
+    raise _Invalid(f"{shown(value)} in place of the properties of a tensor")
 
 
 def _paths(value: Any) -> dict[str, ItemPath]:
     paths = {}
     for key, path in _pairs(value):
-        if not isinstance(path, tuple) or not 1 <= len(path) <= _MAX_TEXT:
-            raise _Invalid(f"item {key!r:.40} has the path {path!r:.80}")
+        if not isinstance(path, tuple) or not 1 <= len(path) <= _MAX_PATH:
+            raise _Invalid(f"item {shown(key, 40)} has the path {shown(path)}")
         paths[_text(key)] = tuple(_int(step) if type(step) is int else _text(step) for step in path)
     return paths
 
 
-def _ranges(value: Any) -> dict[tuple[str, tuple[int, ...] | None], Range]:
+def _ranges(value: Any, items: Mapping[str, Tensor | None]) -> dict[tuple[str, tuple[int, ...] | None], Range]:
+    """The ranges of objects, and of chunks inside of tensors: other offsets may be chosen so that all share a hash."""
     ranges = {}
     for key, info in _pairs(value):
         index, about = _fields(key, _DCP + "MetadataIndex"), _fields(info, _INFO)
-        offset = index.get("offset")
-        ranges[_text(index["fqn"]), None if offset is None else _size(offset)] = Range(
+        fqn, offset = _text(index["fqn"]), index.get("offset")
+        at, item = None if offset is None else _size(offset), items.get(fqn)
+        if at is not None and (item is None or len(at) != len(item.size) or not all(map(operator.le, at, item.size))):
+            continue
+        ranges[fqn, at] = Range(
             _text(about["relative_path"]), _int(about["offset"]), _int(about["length"]),
             bool(about.get("transform_descriptors")),
         )  # fmt: skip

@@ -25,7 +25,6 @@ import dataclasses
 import io
 import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
@@ -37,8 +36,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from ..checkpoint import manifest
 from ..checkpoint.formats import Opened, get_format
+from ..checkpoint.formats.base import is_beside
 from ..checkpoint.formats.distcp import MAX_METADATA, METADATA
 from ..checkpoint.load import map_files, read
 from ..checkpoint.locations import (
@@ -53,7 +52,7 @@ from ..checkpoint.locations import (
     write_all,
 )
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.opening import open_part, persistently, resolve
+from ..checkpoint.opening import open_parts, persistently, resolve
 from ..checkpoint.plan import Entry, build_tensor
 from ..checkpoint.reading import Files, default_readers, private
 from ..checkpoint.remote import GAP, is_url
@@ -256,7 +255,7 @@ class StoredParts:
         self.name = str(directory)
         """Which checkpoint it is."""
         self._verify = verify
-        self._parts = [open_part(directory, rank) for rank in range(len(manifest.read(directory).parts))]
+        self._parts = open_parts(directory)
         if sum(len(opened.plan.tensors) for opened in self._parts) > MAX_TENSORS:
             raise CheckpointError(f"{directory} has more than {MAX_TENSORS} tensors")
         self._files: tuple[int, Files] | None = None
@@ -322,7 +321,7 @@ class StoredParts:
             or files.is_remote(file)
         ):
             memory, entry = read_part(files, Span(file, start, part), default_readers(), GAP), packed(part)
-        elif (rows := _rows(whole, index)).nbytes >= _ROW:
+        elif (rows := _rows(whole, index)) is not None:
             memory = private(nbytes)
             for number, at in enumerate(rows.starts):
                 row = memory[number * rows.nbytes : (number + 1) * rows.nbytes]
@@ -356,18 +355,20 @@ class _Rows(NamedTuple):
     starts: list[int]
 
 
-def _rows(entry: Entry, index: tuple[slice, ...]) -> _Rows:
-    """The runs of a part of a tensor in C order: the last dimensions that are whole, and the one before them."""
+def _rows(entry: Entry, index: tuple[slice, ...]) -> _Rows | None:
+    """The runs of a part of a tensor in C order: the last dimensions that are whole, and the one before them. None if
+    they are too short, and perhaps too many, to be read one by one."""
     inner = len(entry.shape)
     while inner and index[inner - 1] == slice(0, entry.shape[inner - 1]):
         inner -= 1
     step = math.prod(entry.shape[inner:]) * entry.itemsize
+    nbytes = (index[inner - 1].stop - index[inner - 1].start) * step if inner else step
+    if nbytes < _ROW:
+        return None
     starts = np.zeros(1, np.int64)
-    nbytes = step
     for axis in reversed(range(inner)):
         at = index[axis]
         if axis == inner - 1:
-            nbytes = (at.stop - at.start) * step
             starts += at.start * step
         else:
             starts = (np.arange(at.start, at.stop, dtype=np.int64)[:, None] * step + starts[None, :]).reshape(-1)
@@ -384,9 +385,6 @@ def _dtype(entry: Entry) -> torch.dtype:
             f"tensor {entry.name!r:.80} has dtype {entry.dtype!r:.40}, which no tensor is filled with"
         )
     return found
-
-
-_FILE: Final = re.compile(r"[^/\0]{1,255}")
 
 
 class Archive(NamedTuple):
@@ -438,7 +436,7 @@ class FileSystemFiles:
                 f"{self.name}: item {fqn!r:.80} was changed by extensions of DCP ({found.transforms!r:.80}), which are "
                 "not supported: load it by FileSystemReader"
             )
-        if not _FILE.fullmatch(found.file) or found.file in (".", ".."):
+        if not is_beside(found.file):
             raise CheckpointError(f"{self.name}: item {fqn!r:.80} is in {found.file!r:.80}, which is no name of a file")
         ranges.setdefault(found.file, []).append((found.offset, found.nbytes))
         if item is None or chunk is None:

@@ -60,7 +60,7 @@ MAX_META: Final = 64 << 10
 MAX_LEAVES: Final = 1_000_000
 MAX_DEPTH: Final = 64
 MAX_NDIM: Final = 64
-MAX_EQUAL_HASHES: Final = 64  # among a dict's int keys of more than 64 bits: such collisions are easy to construct
+MAX_EQUAL_HASHES: Final = 64  # among a dict's keys that `BigKeys` counts: such collisions are easy to construct
 MAX_BYTES: Final = 1 << 62  # no shape or stride may exceed it, so that no C integer overflows
 
 NONE, FALSE, TRUE, INT, BIG_INT, FLOAT, STR, LIST, TUPLE, DICT, LEAF, COMPOSITE = range(12)
@@ -184,7 +184,8 @@ class Keys:
 
 
 class BigKeys:
-    """Counts the hashes of one dict's int keys of more than 64 bits: many equal ones would make lookups take minutes.
+    """Counts the hashes of a dict's or set's ints of more than 64 bits, tuples and the like: many equal ones would make
+    lookups take minutes.
 
     Other keys need no check: the hash of a str is salted per process, and few shorter ints and floats share a hash.
     """
@@ -195,10 +196,15 @@ class BigKeys:
         self._counts: dict[int, int] = {}
 
     def add(self, key: object) -> bool:
-        """Note a dict's next key. False if `MAX_EQUAL_HASHES` keys before it have the same hash."""
-        if not isinstance(key, int) or int.bit_length(key) < 64 or int.__eq__(key, -(1 << 63)):
+        """Note the next key. False if `MAX_EQUAL_HASHES` keys before it have the same hash."""
+        if isinstance(key, int):
+            if int.bit_length(key) < 64 or int.__eq__(key, -(1 << 63)):
+                return True
+            found = int.__hash__(key)
+        elif key is None or isinstance(key, (str, bytes, float)):
             return True
-        found = int.__hash__(key)
+        else:
+            found = hash(key)
         count = self._counts[found] = self._counts.get(found, 0) + 1
         return count <= MAX_EQUAL_HASHES
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import json
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 import shmtensor
 from shmtensor import ArgumentError, CheckpointError, list_checkpoints, load_arrays, load_checkpoint, load_into
+from shmtensor.checkpoint.convert import convert
 from shmtensor.checkpoint.description import Described
 from shmtensor.checkpoint.formats import detect, get_format
 from shmtensor.checkpoint.formats.safetensors import _SUM, DESCRIBED
@@ -276,6 +278,17 @@ def test_a_description_of_someone_else(path_of):
         load_checkpoint(path)
 
 
+def deep(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+DEEP = deep(900)
+"""What a parser takes, and what is too deep for a few calls more."""
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -299,6 +312,19 @@ def test_a_description_of_someone_else(path_of):
         ("tree", {"dtype": "load"}, "no dtype of torch"),
         ("tree", {"k": [[["i", "0x1"], 1], [["i", "0x1"], 2]]}, "a key twice"),
         ("tree", {"z": ["coo", [1, 9], [], [0]]}, "composite 'coo'"),
+        ("tree", [{"x": 0}, {"x": 0}], "tensor 0 is there twice"),
+        ("tree", [{"x": 0}, {"B": 0}], "tensor 0 is there twice"),
+        ("tree", {"z": ["coo", [0, 9], [], [0, 0]]}, "tensor 0 is there twice"),
+        ("tree", {"e": [5 + n * ((1 << 61) - 1) for n in range(8, 80)]}, "share a hash"),
+        ("tree", {"E": [{"t": [5 + n * ((1 << 61) - 1)]} for n in range(8, 80)]}, "share a hash"),
+        ("tree", {"k": [[["i", hex(5 + n * ((1 << 61) - 1))], 0] for n in range(8, 80)]}, "share a hash"),
+        ("tree", {"k": [[["i", "0x" + "f" * 5000], 0]]}, "invalid dict key"),
+        ("tree", {"y": DEEP}, r"invalid structure: \{'y': \[\["),
+        ("tensors", [["a", 1, DEEP, [4], None, 0, 0]], "unknown dtype"),
+        ("tensors", [["a", 0, DEEP, [4], None, 0, 0]], "invalid dtype"),
+        ("version", DEEP, "has version"),
+        ("meta", {"a": DEEP}, "meta is nested more than 64 deep"),
+        ("regions", [DEEP], "invalid description"),
         ("tree", [[[[]]]] * 1, None),
     ],
 )  # fmt: skip
@@ -311,6 +337,111 @@ def test_what_a_plan_cannot_say(field, value, message, path_of):
         return
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(path)
+    with pytest.raises((CheckpointError, ArgumentError)):
+        load_checkpoint(path, keys="a")
+
+
+def test_regions_that_lie_over_each_other(path_of):
+    """More of them than the file could hold, each as large as the file."""
+    path = save({"a": np.arange(6000), "b": np.arange(6000)}, path_of("distcp"), "distcp")
+    _, start, nbytes = struct.unpack("<16sQQ", path.read_bytes()[:32])
+    parts = json.loads(path.read_bytes()[start : start + nbytes].partition(b"\n")[2])
+    first = parts["stored"][0]
+    for stored in (str(int(first) + 8), "0" + first, first):
+        parts["stored"][1] = stored
+        data = Described(json.dumps(parts["plan"]).encode(), parts["stored"], archives=parts["archives"]).file([0, 0])
+        path.write_bytes(
+            struct.pack("<16sQQ", b"shmtensor.distcp", start, len(data))
+            + path.read_bytes()[32:start]
+            + data.ljust(-(-(start + len(data)) // 4096) * 4096 - start, b"\0")
+        )
+        with pytest.raises(CheckpointError, match=r"two of its regions|it has a region of|stored under one name"):
+            load_checkpoint(path)
+
+
+def test_an_archive_with_two_tables_of_contents(tmp_path):
+    """Other readers, torch's among them, go by the locator before the end, and would read what was not looked at."""
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.ones(2)}, path)
+    whole = path.read_bytes()
+    *_, count, nbytes, start, _ = struct.unpack("<IHHHHIIH", whole[-22:])
+    body, end = whole[: start + nbytes], whole[-22:]
+    record = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, nbytes, start)
+    path.write_bytes(body + record + struct.pack("<IIQI", 0x07064B50, 0, len(body), 1) + end)
+    assert same(load_checkpoint(path), {"a": torch.ones(2)})
+    for other in (start, 0, 1 << 63):
+        path.write_bytes(body + record + struct.pack("<IIQI", 0x07064B50, 0, other, 1) + end)
+        with pytest.raises(CheckpointError, match="its end record of 64 bits is not at"):
+            load_checkpoint(path)
+    path.write_bytes(body + struct.pack("<IIQI", 0x07064B50, 0, start, 1) + end)
+    with pytest.raises(CheckpointError, match="its end record of 64 bits is not at"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["archive/DATA.PKL", "Archive/data.pkl", "archive/DATA/0", "archive/VERSION"])
+def test_members_that_differ_by_their_case(name, tmp_path):
+    """torch reads the first one of a name, whatever its case is."""
+    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        members = [("archive/" + each.partition("/")[2], archive.read(each)) for each in archive.namelist()]
+    for before in (True, False):
+        with zipfile.ZipFile(tmp_path / "b.pt", "w") as archive:
+            for each, data in [(name, b"x" * 5000), *members] if before else [*members, (name, b"x" * 5000)]:
+                archive.writestr(each, data)
+        with pytest.raises(CheckpointError, match=r"two members of one name"):
+            load_checkpoint(tmp_path / "b.pt")
+    with zipfile.ZipFile(tmp_path / "b.pt", "w") as archive:
+        for each, data in members:
+            archive.writestr(name if each.lower() == name.lower() else each, data)
+    with pytest.raises(CheckpointError) if name != "archive/VERSION" else contextlib.nullcontext():
+        load_checkpoint(tmp_path / "b.pt")
+
+
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path):
+    safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "model-00001-of-00001.safetensors")
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    for path in (tmp_path, tmp_path / "model-00001-of-00001.safetensors"):
+        with pytest.raises(CheckpointError, match="is no regular file"):
+            load_checkpoint(path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "model.safetensors.index.json.encrypted").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError):
+        load_checkpoint(tmp_path)
+
+
+def test_a_directory_of_indexes(tmp_path):
+    safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "model-1-of-1.safetensors")
+    for n in range(33):
+        (tmp_path / f"{n}.safetensors.index.json").write_text('{"weight_map":{"a":"b.safetensors"}}')
+    with pytest.raises(CheckpointError, match="has 33 indexes of shards"):
+        load_checkpoint(tmp_path / "model-1-of-1.safetensors")
+    (tmp_path / "0.safetensors.index.json").unlink()
+    assert list(load_checkpoint(tmp_path / "model-1-of-1.safetensors")) == ["a"]
+
+
+def test_names_of_arrays_that_differ_by_slashes(path_of):
+    names = ["".join("/|"[n >> bit & 1] for bit in range(10)) for n in range(1024)]
+    made = get_format("npz").layout(plan({name: np.ones(1) for name in names}))
+    assert len(made.places) == 1024
+    path = save({name: np.full(1, n) for n, name in enumerate(names)}, path_of("npz"), "npz")
+    assert len(np.load(path).files) == 1025
+    assert [int(value[0]) for value in load_checkpoint(path).values()] == list(range(1024))
+
+
+def test_a_name_that_is_no_text(path_of, tmp_path):
+    path = path_of("safetensors")
+    header_file(path, b'{"\\ud800":%b}' % EMPTY)
+    for format in sorted(SUFFIX):
+        made = convert(open_path(path), tmp_path / f"b{SUFFIX[format]}", format)
+        assert list(load_checkpoint(made.path)) == ["\ud800"]
+
+
+def test_long_texts_of_surrogates(path_of):
+    """A piece of a text may end between two of them, but not inside a pair."""
+    path = path_of("safetensors")
+    for text in (r"\ud83d" * 100_000, r"\ud83d\ude00" * 50_000, "x" + r"\ude00" * 100_000, r"\\" * 300_001):
+        header_file(path, b'{"__metadata__":{"a":"%b"},"t":%b}' % (text.encode(), EMPTY))
+        assert list(load_checkpoint(path)) == ["t"]
 
 
 def test_deep_and_large_descriptions():
@@ -330,6 +461,7 @@ def header_file(path, header, data=b"", length=None):
 
 
 F32 = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+EMPTY = b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
 
 
 @pytest.mark.parametrize(
@@ -377,6 +509,8 @@ def test_a_header_that_claims_much(path_of):
         ({"a": "../a.safetensors"}, "not beside it"),
         ({"a": "/etc/passwd"}, "not beside it"),
         ({"a": "model-2.safetensors"}, "missing: model-2"),
+        ({"a": "a" * 300}, "not beside it"),
+        ({"a": "\ud800.safetensors"}, "not beside it"),
         ({"b": "model-1.safetensors"}, "is not in the shard"),
         ({"a": 3}, "no weight_map"),
         (None, "no weight_map"),

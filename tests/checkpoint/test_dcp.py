@@ -25,6 +25,7 @@ import shmtensor
 from shmtensor.checkpoint import names
 from shmtensor.checkpoint.formats import distcp
 from shmtensor.checkpoint.formats.distcp import KEY
+from shmtensor.checkpoint.plan import Entry
 from shmtensor.checkpoint.writer import CheckpointWriter
 
 from ..forkservers import preloaded
@@ -46,6 +47,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 
 from shmtensor.dcp import AsyncStager, StorageReader, StorageWriter  # noqa: E402
+from shmtensor.dcp.metadata import Items  # noqa: E402
+from shmtensor.dcp.reader import _rows  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -1074,6 +1077,49 @@ def test_checkpoints_of_torch_are_read(play, tmp_path):
     assert [different for different, _ in play(3, loading, path, 7)] == [[]] * 3
 
 
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_chunks_that_are_all_of_a_tensor_or_overlap(ndim):
+    """Random cuts of cuts; then one chunk is moved, or another one has its place."""
+    generator = np.random.default_rng(ndim)
+    size = tuple(int(n) for n in generator.integers(2, 9, ndim))
+
+    def metadata_of(chunks):
+        items = Items("a file")
+        for offsets, shape in chunks:
+            items.add_tensor("w", size, offsets, shape, torch.float32, None, None)
+        return items.metadata()
+
+    for _ in range(40):
+        chunks = [((0,) * ndim, size)]
+        for _ in range(6):
+            at, axis = int(generator.integers(len(chunks))), int(generator.integers(ndim))
+            offsets, shape = chunks[at]
+            if shape[axis] > 1:
+                cut = int(generator.integers(1, shape[axis]))
+                behind = tuple(o + cut * (i == axis) for i, o in enumerate(offsets))
+                sizes = [tuple(n if i == axis else s for i, s in enumerate(shape)) for n in (cut, shape[axis] - cut)]
+                chunks[at : at + 1] = [(offsets, sizes[0]), (behind, sizes[1])]
+        assert len(metadata_of(chunks).state_dict_metadata["w"].chunks) == len(chunks)
+        covered = np.zeros(size, int)
+        offsets, shape = chunks[int(generator.integers(len(chunks)))]
+        moved = tuple(int(generator.integers(0, n - m + 1)) for n, m in zip(size, shape, strict=True))
+        chunks[chunks.index((offsets, shape))] = (moved, shape)
+        for at, each in chunks:
+            covered[tuple(slice(a, a + n) for a, n in zip(at, each, strict=True))] += 1
+        if (covered != 1).any() and len({at for at, _ in chunks}) == len(chunks):
+            with pytest.raises(shmtensor.CheckpointError, match="overlap"):
+                metadata_of(chunks)
+
+
+def test_chunks_that_lie_beside_each_other_along_every_axis():
+    """A comparison of all that share a line would take minutes."""
+    items, count = Items("a file"), 2000
+    for n in range(count):
+        items.add_tensor("w", (count, count), (n, 0), (1, n + 1), torch.int8, None, None)
+        items.add_tensor("w", (count, count), (0, n), (n, 1), torch.int8, None, None)
+    assert len(items.metadata().storage_data) == 2 * count - 1
+
+
 def own_metadata(path, change) -> None:
     """Write `.metadata` again, changed, as an attacker could."""
     with open(path / ".metadata", "rb") as file:
@@ -1096,6 +1142,14 @@ def larger_chunk(metadata) -> None:
     metadata.state_dict_metadata["w"].chunks[0].sizes = torch.Size([1 << 40])
 
 
+def shared_lists() -> list:
+    """Lists that are shared so often that their `repr` never ends."""
+    made: list = []
+    for _ in range(60):
+        made = [made, made]
+    return made
+
+
 def shifted_chunk(metadata) -> None:
     """Of two halves, the second lies over the first: as many elements, and the last ones are nowhere."""
     metadata.state_dict_metadata["w"].size = torch.Size([200])
@@ -1114,9 +1168,14 @@ def shifted_chunk(metadata) -> None:
         (lambda metadata: setattr(first_range(metadata), "length", 1 << 50), "truncated|overlap"),
         (lambda metadata: setattr(first_range(metadata), "offset", -1), "in place of a number"),
         (lambda metadata: setattr(first_range(metadata), "relative_path", "../other"), "no name of a file"),
+        (lambda metadata: setattr(first_range(metadata), "relative_path", "ü" * 200), "no name of a file"),
         (lambda metadata: setattr(first_range(metadata), "transform_descriptors", ["zip"]), "extensions"),
         (lambda metadata: metadata.storage_data.clear(), "in no file"),
         (lambda metadata: setattr(metadata, "planner_data", {"w": [("a",)] * 3}), "path"),
+        (lambda metadata: setattr(metadata, "planner_data", {"w": ("a", 1 << 40), "step": ("b",)}), "lists of"),
+        (lambda metadata: setattr(metadata, "planner_data", {"w": ("a",) * 65}), "path"),
+        (lambda metadata: setattr(metadata, "state_dict_metadata", {"w": shared_lists()}), "in place of a"),
+        (lambda metadata: setattr(metadata, "state_dict_metadata", shared_lists()), "in place of a dict"),
         (lambda metadata: setattr(metadata, "state_dict_metadata", {"w": Path("/")}), "in place of a"),
     ],
 )
@@ -1125,6 +1184,12 @@ def test_hostile_metadata_of_torch_is_refused(tmp_path, change, error):
     own_metadata(tmp_path, change)
     with pytest.raises(shmtensor.CheckpointError, match=error):
         StorageReader(tmp_path).read_metadata()
+
+
+def test_a_part_of_short_rows_is_not_written_out_row_by_row():
+    entry = Entry("w", True, "float32", (1 << 40, 2), None, 0, 0)
+    assert _rows(entry, (slice(0, 1 << 40), slice(0, 1))) is None
+    assert _rows(entry._replace(shape=(4, 1024)), (slice(1, 3), slice(0, 512))).starts == [4096, 8192]
 
 
 def test_no_code_of_a_metadata_runs(tmp_path):

@@ -214,6 +214,14 @@ def test_what_cannot_be_saved_is_named():
     endless.append(endless)
     with pytest.raises(ArgumentError, match="contains itself"):
         plan(endless)
+    with pytest.raises(ArgumentError, match="meta is not JSON"):
+        plan({}, meta={"a": [endless, endless]})
+    deep: list = []
+    for _ in range(64):
+        deep = [deep]
+    with pytest.raises(ArgumentError, match="meta is nested more than 64 deep"):
+        plan({}, meta={"a": deep})
+    assert plan({}, meta={"a": deep[0][0]}).meta is not None
 
 
 def test_a_view_does_not_drag_its_storage_along():

@@ -268,3 +268,12 @@ def test_a_state_that_lies_deeper_is_named(tmp_path):
     with pytest.raises(RuntimeError, match="Missing key"):  # torch's own: it is deeper than one level
         load_into(torch.nn.Linear(2, 2), path)
     assert load_into(torch.nn.Linear(2, 2), path, key="parts", strict=False).missing_keys == ["weight", "bias"]
+
+
+@each_format
+def test_a_key_that_is_no_name(format, tmp_path):
+    path = save({"weight": torch.ones(2, 2), "bias": torch.ones(2), 3: 1, "in": {True: 1}}, tmp_path / "a", format)
+    with pytest.raises(ArgumentError, match="the one that was found has the key 3"):
+        load_into(torch.nn.Linear(2, 2), path, strict=False)
+    with pytest.raises(ArgumentError, match="the one that was found has the key True"):
+        load_into(torch.nn.Linear(2, 2), path, key="in", strict=False)

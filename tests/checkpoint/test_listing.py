@@ -164,6 +164,19 @@ def test_hostile_metrics_and_names_are_no_list(tmp_path, change, caplog):
     assert list_checkpoints(tmp_path)[0].metrics == {}
 
 
+def test_links_that_lead_nowhere(tmp_path):
+    put(tmp_path, 3)
+    links = {"a.safetensors": "a.safetensors", "b": "c", "c": "b", "d.npz": "/", "e.pt": "x" * 300, "f": "x" * 300}
+    for name, leads_to in links.items():
+        (tmp_path / name).symlink_to(leads_to)
+    for leads_to in ("x" * 300, "latest", "a.safetensors"):
+        (tmp_path / "latest").unlink(missing_ok=True)
+        (tmp_path / "latest").symlink_to(leads_to)
+        assert [found.step for found in list_checkpoints(tmp_path) if found.error is None] == [3]
+        assert load_newest(tmp_path)["step"] == 3
+        assert load_checkpoint(tmp_path)["step"] == 3
+
+
 def test_a_list_of_an_earlier_release(tmp_path):
     """Without metrics and second names."""
     put(tmp_path, 3)

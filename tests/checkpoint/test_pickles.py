@@ -15,7 +15,9 @@ import torch
 from typer.testing import CliRunner
 
 from shmtensor import ArgumentError, CheckpointError, load_arrays, load_checkpoint, load_into
+from shmtensor.checkpoint import structure
 from shmtensor.checkpoint.convert import convert
+from shmtensor.checkpoint.formats import torch as torch_format
 from shmtensor.checkpoint.opening import open_path
 
 from ..commands import app
@@ -346,6 +348,20 @@ def test_shared_lists_stay_shared(tmp_path):
     assert torch.equal(net.weight, kept)
 
 
+def test_tensors_that_are_shared_are_looked_at_once(tmp_path, monkeypatch):
+    sparse, nested = torch.eye(3).to_sparse(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    torch.save([sparse, nested] * 50, tmp_path / "a.pt")
+    views, take_apart, known = structure._tensor_tools()
+    taken, checked = [], []
+    monkeypatch.setattr(
+        structure, "_tensor_tools", lambda: (views, lambda tensor: (taken.append(1), take_apart(tensor))[1], known)
+    )
+    monkeypatch.setattr(torch_format, "_check_nested", lambda *_: checked.append(1))
+    assert len(open_path(tmp_path / "a.pt").plan.tensors) == 200
+    assert (len(taken), len(checked)) == (2, 2)  # the second by each of two walks
+    assert len(load_checkpoint(tmp_path / "a.pt")) == 100
+
+
 def test_what_contains_itself_is_refused(tmp_path):
     endless: list = [1]
     endless.append({"x": (endless,)})
@@ -387,6 +403,10 @@ def tensor(source, offset=0, size=(4,), stride=(1,), function="_rebuild_tensor_v
 
 
 HUGE = 1 << 45
+TUPLES = b"K\x01q\x00" + b"h\x00\x86q\x00" * 60
+"""A tuple that takes 2**60 steps to hash or to write."""
+LISTS = b"]q\x00" + b"](h\x00h\x00eq\x00" * 60
+"""The same as lists, in the memo only."""
 HOSTILE = {
     "a storage beyond the file": (tensor(storage(count=HUGE)), "storage '0' should have"),
     "a storage that is not there": (tensor(storage(key="7")), "storage '7' should have 16 bytes of .*which is not"),
@@ -398,7 +418,7 @@ HOSTILE = {
     "a tensor of another tensor's elements": (
         b"ctorch._utils\n_rebuild_device_tensor_from_cpu_tensor\n("
         + tensor(storage(), size=(HUGE,), stride=(0,)) + b"ctorch\nfloat64\n" + text("cpu") + b"\x89tR",
-        "larger than its storage, to be copied"),
+        "larger than their storages, to be copied"),
     "an empty tensor class": (b"ctorch\nTensor\n(" + number(HUGE) + b"tR", r"a call of torch\.Tensor with arguments"),
     "a new tensor class": (b"ctorch\nFloatTensor\n(" + number(HUGE) + b"t\x81", r"a call of torch\.FloatTensor"),
     "a bare storage": (b"ctorch.storage\nUntypedStorage\n(" + number(HUGE) + b"tR", "a call of .*UntypedStorage"),
@@ -424,6 +444,37 @@ HOSTILE = {
         + tensor(storage("LongStorage", "1", 2), size=(2, 1), stride=(1, 1))
         + tensor(storage("LongStorage", "2", 2), size=(2, 1), stride=(1, 1))
         + tensor(storage("LongStorage", "3", 2), size=(2,)) + b"tR", "beyond its buffer|out of bounds for storage"),
+    "arguments in a list": (b"c__builtin__\nbytearray\n](" + number(HUGE) + b"eR", "without .* a tuple of arguments"),
+    "a tensor class with arguments in a list": (
+        b"ctorch\nFloatTensor\n](" + number(HUGE) + b"eR", "without .* a tuple of arguments"),
+    "a function of tuples": (TUPLES + b")R", "a call without the name of a function"),
+    "a class of tuples": (TUPLES + b")\x81", "a call without the name of a function"),
+    "a name of a layout": (b"ctorch.serialization\n_get_layout\n" + TUPLES + b"\x85R", "takes much more steps"),
+    "a layout of tuples": (b"ctorch._utils\n_rebuild_sparse_tensor\n" + TUPLES + b")\x86R", "takes much more steps"),
+    "a layout of lists": (LISTS + b"ctorch._utils\n_rebuild_sparse_tensor\nh\x00)\x86R", "lists inside a list"),
+    "a dict of Python 2": (b"cUserList\nOrderedDict\n)R" + TUPLES + b"K\x01s", "takes much more steps"),
+    "attributes in a tuple": (b"ccollections\nOrderedDict\n)R" + TUPLES + b"K\x01\x86\x85b", "attributes that are no"),
+    "attributes in a list": (b"ccollections\nOrderedDict\n)R](" + TUPLES + b"K\x01\x86eb", "attributes that are no"),
+    "a dict of pairs": (b"ccollections\nOrderedDict\n](](" + TUPLES + b"K\x01ee\x85R", "takes much more steps"),
+    "a dict of dicts' keys": (
+        b"}(" + TUPLES[:64] + b"Nuq\x01]q\x02(" + b"ccollections\nOrderedDict\nh\x01\x85R" * 900 + b"e", "much more"),
+    "memory of another tensor": (
+        tensor(storage()) + b"(" + tensor(storage()) + b"K\x00" + number(HUGE) + b"\x85K\x01\x85tb", "never written"),
+    "memory without strides": (
+        tensor(storage()) + b"(" + storage() + b"K\x00" + number(HUGE) + b"\x85tb", "never written"),
+    "memory in a list": (
+        tensor(storage()) + b"](" + storage() + b"K\x00" + number(HUGE) + b"\x85K\x01\x85eb", "never written"),
+    "a sparse tensor of repeated elements": (
+        b"ctorch._utils\n_rebuild_sparse_tensor\n(ctorch.serialization\n_get_layout\n" + text("torch.sparse_coo")
+        + b"\x85R(" + tensor(storage("LongStorage", "1", 2), size=(1, HUGE), stride=(0, 0))
+        + tensor(storage(), size=(HUGE,), stride=(0,)) + b"K\x02\x85ttR", "larger than their storages, to be copied"),
+    "keys that share a hash": (
+        b"}(" + b"".join(number(5 + n * ((1 << 61) - 1)) + b"N" for n in range(8, 80)) + b"u", "that share a hash"),
+    "tuples that share a hash": (
+        b"}(" + b"".join(number(5 + n * ((1 << 61) - 1)) + b"\x85N" for n in range(8, 80)) + b"u", "that share a hash"),
+    "a set that shares a hash": (
+        b"c__builtin__\nset\n](" + b"".join(number(5 + n * ((1 << 61) - 1)) for n in range(8, 80)) + b"e\x85R",
+        "that share a hash"),
     "an index of a sparse tensor": (
         b"ctorch._utils\n_rebuild_sparse_tensor\n(ctorch.serialization\n_get_layout\n" + text("torch.sparse_coo")
         + b"\x85R(" + tensor(storage("LongStorage", "2", 2), size=(1, 2), stride=(2, 1))

@@ -1051,6 +1051,7 @@ HOSTILE = [
     b'{"version":1,"world_size":1,"step":-1,"metrics":{},"alias":"","parts":[["rank-00000.pt",1,"a"]]}',
     b'{"version":1,"world_size":1,"step":0,"metrics":[],"alias":"","parts":[["rank-00000.pt",1,"a"]]}',
     b'{"version":1,"world_size":1,"step":0,"metrics":{},"alias":"","parts":[["rank-00000.pt",1e99,"a"]]}',
+    b'{"version":1,"world_size":1,"step":0,"step":1,"metrics":{},"alias":"","parts":[["rank-00000.pt",1,"a"]]}',
 ]  # fmt: skip
 
 
@@ -1059,6 +1060,26 @@ def test_a_hostile_manifest_is_refused(tmp_path, data):
     (tmp_path / MANIFEST).write_bytes(data)
     with pytest.raises(shmtensor.CheckpointError):
         shmtensor.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"writers": []}, {"begun": [[]]}, {"ended": [3]}, {"world_size": 1 << 60}, {"outcomes": [[1, "../x", "y", ""]]}],
+)
+def test_a_hostile_record_of_the_run_is_refused(tmp_path, change):
+    run_record.write(str(tmp_path), run_record.Run(5, 2, {0: "ab" * 8}))
+    assert run_record.read(str(tmp_path)).number == 5
+    document = json.loads((tmp_path / run_record.RUN).read_text())
+    (tmp_path / run_record.RUN).write_text(json.dumps(document | change))
+    with pytest.raises(OSError, match="is damaged"):
+        run_record.read(str(tmp_path))
+
+
+@pytest.mark.parametrize("alias", ["../x", "/etc", "a/b", ".", "", "best", 3, None])
+def test_an_alias_of_a_vote_is_a_name(tmp_path, alias):
+    vote = run_record.Vote(0, 1, 1, "rank-00000.pt", 1, 1, "0" * 16, 1, {}, alias, False)
+    run_record.write_vote(str(tmp_path), vote)
+    assert (run_record.read_vote(str(tmp_path), 0) is not None) == (alias in ("", "best"))
 
 
 def test_a_large_manifest_is_not_read(tmp_path):

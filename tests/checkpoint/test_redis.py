@@ -344,7 +344,7 @@ def test_every_boundary_of_a_save_without_a_local_copy(tcp, tmp_path):
     [
         b"somebody's", b"shmtensor file 1 5 5 0 " + b"a" * 32, b"shmtensor file 1 5 5 1 " + b"a" * 32, b"\0" * 1000,
         b"shmtensor file 1 -5 5 65536 " + b"a" * 32, b"shmtensor file 1 " + b"9" * 30 + b" 5 65536 " + b"a" * 32,
-        b"shmtensor file 2 5 5 65536 " + b"a" * 32,
+        b"shmtensor file 2 5 5 65536 " + b"a" * 32, b"shmtensor file 1 " + b"9" * 18 + b" 5 65536 " + b"a" * 32,
     ],
 )  # fmt: skip
 def test_values_that_are_no_files(tcp, client, value):

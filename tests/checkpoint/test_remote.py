@@ -39,7 +39,7 @@ from shmtensor import (
     open_checkpoint,
 )
 from shmtensor.checkpoint import answers, index, locations, reading, remote, selection
-from shmtensor.checkpoint.answers import linked
+from shmtensor.checkpoint.answers import changed_at, linked
 from shmtensor.checkpoint.convert import convert, encrypt_file
 from shmtensor.checkpoint.envelope import SUFFIX as ENCRYPTED
 from shmtensor.checkpoint.keys import MasterKey
@@ -1089,8 +1089,19 @@ def test_links_of_a_listing(link):
 
 def test_a_listing_is_read_in_linear_time():
     began = time.monotonic()
+    for part in (b"<", b"<!", b"</", b"<a ", b"<!--", b"<?", b"<a href='", b"<![", b"<a href=x&", b"href =  ", b"<a/"):
+        assert len(linked("http://host/run", part * 100_000)) <= 1
     assert linked("http://host/run", b"<a" + b" " * 1_000_000) == []
     assert time.monotonic() - began < PATIENCE
+
+
+@pytest.mark.parametrize(
+    "found",
+    ["", "x", "1 Jan 2000 00:00:00 +999999999999", "0001-01-01T00:00:00", "1 Jan 2000", float("inf"), float("nan"), []],
+)
+def test_times_that_are_none(found):
+    assert changed_at({"Last-Modified": found}) in (0, 946684800 * 10**9)
+    assert changed_at({"LastModified": found, "mtime": 2}) in (2 * 10**9, 946684800 * 10**9)
 
 
 def test_names_that_are_quoted(served, tmp_path):

@@ -230,6 +230,16 @@ class Format(ABC):
         """Read the description of a checkpoint, not its tensors. Raises `CheckpointError` if it is invalid."""
 
 
+def check_apart(path: Location, plan: Plan, places: Sequence[Place]) -> None:
+    """`CheckpointError` if regions of a file overlap: together they would be larger than it."""
+    before, end = -1, 0
+    for region in sorted(range(len(places)), key=places.__getitem__):
+        file, offset = places[region]
+        if file == before and offset < end:
+            raise CheckpointError(f"{path}: two of its regions are at offset {offset}: it is damaged")
+        before, end = file, offset + plan.regions[region].nbytes
+
+
 def align(value: int, to: int) -> int:
     """The next multiple of `to`."""
     return -(-value // to) * to
@@ -238,6 +248,7 @@ def align(value: int, to: int) -> int:
 INDEX: Final = "model.safetensors.index.json"
 MAX_SHARDS: Final = 99_999
 MAX_INDEX: Final = 200_000_000  # bytes
+_LONGEST_NAME: Final = 255  # bytes, of any file system
 
 # "model.safetensors.index.json"; with the name of a variant "model.fp16.safetensors.index.json" or
 # "model.safetensors.index.fp16.json"; of torch's own pickles "pytorch_model.bin.index.json"
@@ -371,10 +382,19 @@ def shard_names(index: Location) -> list[str]:
     return sorted(names)
 
 
+def is_beside(name: str) -> bool:
+    """Whether this is a name that a file of the same directory can have."""
+    try:
+        room = len(name.encode("utf-8", "surrogateescape")) <= _LONGEST_NAME
+    except UnicodeEncodeError:
+        return False
+    return room and name == Path(name).name and name not in ("", ".", "..") and "\0" not in name
+
+
 def check_shard_names(index: Location, names: Sequence[str]) -> list[Location]:
     """The files that an index names. `CheckpointError` if one is not beside the index, or missing."""
     for name in names:
-        if name != Path(name).name or name in ("", ".", "..") or "\0" in name:
+        if not is_beside(name):
             raise CheckpointError(f"{index} names the shard {name!r:.80}, which is not beside it")
     files = [index.parent / name for name in names]
     missing = [file.name for file in files if not file.is_file()]

@@ -52,7 +52,7 @@ from ..description import Described, digest, read_described_file, text
 from ..locations import PAGE, Location, Stamp, open_input, stamp_of
 from ..plan import MAX_DESCRIPTION, Entry, Plan, Region
 from ..structure import MAX_TENSORS
-from .base import FileSpec, Format, Layout, Opened, Place, Write, align
+from .base import FileSpec, Format, Layout, Opened, Place, Write, align, check_apart
 from .pickles import Pickler
 from .zips import ALIGNMENT, Member, Placed, contents, local_header, place
 
@@ -100,6 +100,7 @@ class Distcp(Format):
             if not _OFFSET.fullmatch(stored) or not _START <= int(stored) <= size - region.nbytes:
                 raise CheckpointError(f"{path}: it has a region of {region.nbytes} bytes at {stored!r:.40}, of {size}")
             places.append((0, int(stored)))
+        check_apart(path, described.plan, places)
         return Opened(self.name, described.plan, [path], [found], places, described.digests, native=True)
 
 

@@ -49,6 +49,8 @@ _MAGIC: Final = b"\x93NUMPY"
 _MAX_VERSION: Final = 12  # bytes of an npy up to its header
 _SHOWN: Final = 5
 _MAX_NPY_HEADER: Final = 1 << 17  # bytes; NumPy itself reads at most 10,000 without being told to
+_FREELY_PACKED: Final = 1 << 20  # bytes that packed headers may always unpack to
+_MOST_PACKED: Final = 4  # times the file's size that they may unpack to in addition
 
 
 # the open archive, for a `with` block
@@ -65,7 +67,7 @@ class Npz(Format):
         if max_shard is not None:
             raise ArgumentError('max_shard= is for format="safetensors": an npz is one file')
         archive = Archive(plan)
-        taken = {DESCRIPTION}
+        taken = {DESCRIPTION: 1}
         names = []
         for entry in plan.tensors:
             if entry.region < 0:
@@ -104,14 +106,15 @@ def _is_ours(name: str) -> bool:
     return name == DESCRIPTION or name.endswith(".npy")
 
 
-def _member(name: str, taken: set[str]) -> str:
-    """A unique name of a member, without slashes, so that it unpacks into the same folder."""
-    name = name.replace("/", "|")
-    unique, count = f"{name}.npy", 1
+def _member(name: str, taken: dict[str, int]) -> str:
+    """A unique name of a member, without slashes, so that it unpacks into the same folder. taken: the names before it,
+    each with the last number that was added to it"""
+    name = name.replace("/", "|").encode("utf-8", "backslashreplace").decode("utf-8")  # without half surrogates
+    unique = first = f"{name}.npy"
     while unique in taken:
-        count += 1
-        unique = f"{name}#{count}.npy"
-    taken.add(unique)
+        taken[first] += 1
+        unique = f"{name}#{taken[first]}.npy"
+    taken[unique] = 1
     return unique
 
 
@@ -154,11 +157,15 @@ def _plan_of(path: Location, directory: Directory) -> tuple[Plan, list[Stored | 
     opens = (lambda: contextlib.nullcontext(held)) if isinstance(path, Path) else partial(open_input, path)
     members = _arrays_of(path, held, directory)
     keys = [_key_of(member) for member in members]
+    packed = 0
     (key, count), *_ = [*Counter(keys).most_common(1), ("", 0)]
     if count > 1:
         raise CheckpointError(f"{path}: it has two arrays of the name {key!r:.80}, with and without .npy")
     for name, member in zip(unique_names(keys), members, strict=True):
         header = _read_header(path, held, member, f"{path}: member {member.name!r:.80}")
+        packed += header.nbytes if member.offset is None else 0
+        if packed > _FREELY_PACKED + _MOST_PACKED * directory.stamp.nbytes:
+            raise CheckpointError(f"{path}: the headers of its arrays unpack to {packed} bytes, much more than it has")
         region = -1
         if member.nbytes > header.nbytes:
             region = len(regions)

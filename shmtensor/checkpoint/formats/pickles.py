@@ -9,14 +9,14 @@ which functions a pickle calls, but not what they cost: `bytearray(1 << 40)`, a 
 set made of one list a thousand times, a tuple of tuples whose hash takes 2**64 steps. So the opcodes that torch knows
 are first run here, with sizes in place of values:
 
-    ints and short strings    themselves
+    numbers, short strings    themselves
     tuples                    their items, how many they have when each shared one counts every time, how deep they are
     lists, dicts, sets        how many items were put into them, and how much their hashes take together
     storages                  bytes, from the name that the pickle has for them
     tensors                   elements, and whether they repeat bytes of their storage
 
-Anything else is `_OTHER`; torch decides whether it is allowed. Costs linear in the size of the file are allowed, and no
-others.
+Anything else is an `_Other`; torch decides whether it is allowed. Functions are called by their names, with tuples of
+arguments in which no list is shared. Costs linear in the size of the file are allowed, and no others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, Final
 
 from ...errors import CheckpointError
 from ...wire.dtypes import BY_NAME
-from ...wire.spec import MAX_BYTES
+from ...wire.spec import MAX_BYTES, BigKeys
 from ..plan import Entry, Plan
 from ..structure import key_of, scalar_of
 
@@ -288,6 +288,15 @@ _ITEMSIZES: Final = {
     "QUInt2x4Storage": 1, "UntypedStorage": 1,
 }  # fmt: skip
 _CLASSES: Final = re.compile(r"torch(\.\w+)*\.\w*(Tensor|Storage)\Z")  # which make memory of their arguments
+_RENAMED: Final = {
+    "__builtin__": "builtins", "UserDict": "collections", "UserList": "collections", "UserString": "collections",
+}  # fmt: skip
+"""Modules of Python 2 whose names torch takes for these."""
+_OF_TORCH: Final = ("torch.", "builtins.", "collections.", "_codecs.")  # functions that torch calls unasked
+_FREELY_CALLED: Final = re.compile(r"torch\.(nested|distributed)\.|torch\._tensor\._rebuild_from_type_v2\Z")
+_COPIED: Final = ("sparse_tensor", "nested_tensor", "qtensor", "device_tensor_from_cpu_tensor")
+"""Those of torch's functions that walk over the elements of tensors, or copy them."""
+_MOST_COPIED: Final = 16  # times the bytes of all storages
 _PLAIN_ENCODINGS: Final = ("latin1", "latin-1", "iso-8859-1", "iso8859-1", "utf-8", "utf8", "ascii")
 _MAX_DEPTH: Final = 64  # of a tuple that is a key
 _MAX_STACK: Final = 1 << 19  # values on the stack: picklers use them after each thousand, but for tuples
@@ -319,22 +328,50 @@ class _Global:
 
 
 class _Tuple:
-    __slots__ = ("depth", "items", "weight")
+    __slots__ = ("_hash", "depth", "items", "weight")
 
     def __init__(self, items: Sequence[Any]) -> None:
         self.items = items
         inner = [item for item in items if type(item) is _Tuple]
         self.weight: int = min(_MANY, 1 + len(items) - len(inner) + sum(item.weight for item in inner))
         self.depth: int = 1 + max([item.depth for item in inner], default=0)
+        self._hash: int | None = None
+
+    def __hash__(self) -> int:
+        """Equal for two tuples if it is for the real ones. Only for those that are not too deep."""
+        if self._hash is None:
+            self._hash = hash(tuple(self.items))
+        return self._hash
 
 
 class _Items:
-    """A list, dict or set."""
+    """A list, dict or set.
 
-    __slots__ = ("count", "depth", "weight")
+    start:   its first item, if there is one
+    nested:  whether lists, dicts, sets or tuples are in it
+    values:  those in a list or set that matter if they become the keys of a dict or set: no short numbers and strings
+    hashes:  of the keys of a dict
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("count", "depth", "hashes", "is_dict", "nested", "start", "values", "weight")
+
+    def __init__(self, *, is_dict: bool = False) -> None:
         self.count = self.weight = self.depth = 0
+        self.is_dict, self.nested = is_dict, False
+        self.start: Sequence[Any] = ()
+        self.values: list[Any] | None = None  # as a pickle of two bytes makes one of these
+        self.hashes: BigKeys | None = None
+
+    def put(self, value: Any) -> None:
+        """Add the weight of an item or key."""
+        if type(value) is _Tuple:
+            self.weight = min(_MANY, self.weight + value.weight)
+            self.depth = max(self.depth, value.depth)
+
+
+def _matters(value: Any) -> bool:
+    """Whether a value's hash may be that of many others."""
+    return type(value) in (_Tuple, complex) or (type(value) is int and value.bit_length() >= 64)
 
 
 class _Storage:
@@ -347,7 +384,7 @@ class _Tensor:
         self.elements, self.nbytes, self.repeats = elements, nbytes, repeats
 
 
-_OTHER: Final = _Other()
+_NO_TENSOR: Final = _Tensor(0, 0, repeats=False)
 
 # (name of a storage, bytes) -> None; raises if the file does not have them
 CheckStorage = Callable[[str, int], None]
@@ -366,7 +403,7 @@ class PickleCheck:
         self._file, self._label, self._old = file, label, old
         self._room = 64 * nbytes + _FREE
         self._nbytes = nbytes
-        self._made = 0
+        self._made = self._copied = self._held = 0
         self._check_storage = check_storage
         self._storages: dict[str, _Storage] = {}
         self._stack: list[Any] = []
@@ -388,6 +425,8 @@ class PickleCheck:
                     return
                 if len(self._stack) > _MAX_STACK or len(self._marks) > _MAX_STACK:
                     raise self._bad(f"more than {_MAX_STACK} values that belong to nothing")
+        except CheckpointError:
+            raise
         except (
             IndexError,
             KeyError,
@@ -396,6 +435,7 @@ class PickleCheck:
             AttributeError,
             TypeError,
             ValueError,
+            OverflowError,
             RecursionError,
         ) as error:
             raise self._bad(f"{type(error).__name__}: {error}") from None
@@ -419,24 +459,55 @@ class PickleCheck:
         if self._made > 2 * self._nbytes + _FREE:
             raise self._bad(f"it makes {self._made} bytes, and has {self._nbytes}")
 
-    def _weight(self, value: Any) -> int:
-        """Steps of its hash."""
-        if type(value) is not _Tuple:
-            return 1
-        if value.depth > _MAX_DEPTH:
+    def _copy(self, tensors: Sequence[Any]) -> None:
+        """Tensors whose elements are walked over or copied."""
+        for tensor in tensors:
+            if type(tensor) is _Tuple:
+                self._copy(tensor.items)
+            elif type(tensor) is _Tensor:
+                self._copied += tensor.nbytes
+        if self._copied > _MOST_COPIED * self._held + _FREE:
+            raise self._bad(f"tensors larger than their storages, to be copied: {self._copied} bytes of {self._held}")
+
+    def _note(self, key: Any, container: _Items) -> None:
+        """A key of a dict, or item of a set."""
+        if type(key) is not _Tuple:
+            self._spend(1)
+        elif key.depth > _MAX_DEPTH:
             raise self._bad(f"a key that is a tuple nested more than {_MAX_DEPTH} deep")
-        return int(value.weight)
+        else:
+            self._spend(key.weight)
+        container.put(key)
+        if _matters(key):
+            container.hashes = container.hashes or BigKeys()
+            if not container.hashes.add(key):
+                raise self._bad("keys of one dict or set that share a hash")
 
     def _put(self, container: Any, values: Sequence[Any], keys: Sequence[Any] = ()) -> None:
         if type(container) is not _Items:
             return  # an object of some class that the user allowed, or an error of torch's
         container.count += len(values)
+        container.start = container.start or tuple(values[:1])
         for value in values:
-            if type(value) is _Tuple:
-                container.weight = min(_MANY, container.weight + value.weight)
-                container.depth = max(container.depth, value.depth)
+            container.put(value)
+            container.nested = container.nested or type(value) in (_Tuple, _Items)
+            if not container.is_dict and (_matters(value) or type(value) is _Items):
+                container.values = container.values or []
+                container.values.append(value)
         for key in keys:
-            self._spend(self._weight(key))
+            self._note(key, container)
+
+    def _check_arguments(self, items: Sequence[Any]) -> None:
+        """Spend what torch takes to copy arguments, or to write them into the text of an error. Deeper lists may be
+        shared so often that this never ends."""
+        for item in items:
+            if type(item) is _Tuple:
+                self._spend(item.weight)
+                self._check_arguments(item.items)
+            elif type(item) is _Items:
+                if item.nested:
+                    raise self._bad("an argument of a function with lists inside a list")
+                self._spend(item.count)
 
     # --- opcodes
 
@@ -462,8 +533,7 @@ class PickleCheck:
         self.push(_Bytes(nbytes) if raw else _Text(nbytes))
 
     def real(self) -> None:
-        self.take(8)
-        self.push(_OTHER)
+        self.push(struct.unpack(">d", self.take(8))[0])
 
     def protocol(self) -> None:
         self.take(1)
@@ -480,9 +550,7 @@ class PickleCheck:
 
     def find(self) -> None:
         module, name = self.line(), self.line()
-        if module == "__builtin__":
-            module = "builtins"
-        self.push(_Global(f"{module}.{name}"))
+        self.push(_Global(f"{_RENAMED.get(module, module)}.{name}"))
 
     def mark(self) -> None:
         self._marks.append(self._stack)
@@ -532,12 +600,21 @@ class PickleCheck:
     def build(self) -> None:
         state = self._stack.pop()
         value = self._stack[-1]
-        if type(value) is _Items and type(state) is _Items:
+        first = state.items[0] if type(state) is _Tuple and state.items else None
+        if type(value) is _Items:
+            if type(state) is not _Items or not state.is_dict:
+                raise self._bad("attributes that are no dict")
             self._spend(state.count)
-        elif type(state) is _Tuple and len(state.items) >= 4 and type(state.items[0]) is _Storage:
+        elif type(first) is _Storage and len(state.items) >= 4:
             self._stack[-1] = self._tensor(*state.items[:4])
-        elif type(value) is _Tensor and type(state) is _Tuple and state.items and type(state.items[0]) is _Tensor:
-            self._stack[-1] = state.items[0]
+        elif type(value) is _Tensor:
+            if (
+                type(state) is not _Tuple
+                or type(first) is _Storage
+                or (type(first) is _Tensor and len(state.items) != 5)
+            ):
+                raise self._bad("the state of a tensor that torch has never written")
+            self._stack[-1] = first if type(first) is _Tensor else value
 
     def load_storage(self) -> None:
         name = self._stack.pop()
@@ -554,7 +631,8 @@ class PickleCheck:
             self._check_storage(key, found.nbytes)
             if found.nbytes:
                 self._storages[key] = found
-        view = items[5] if len(items) == 6 else _OTHER
+                self._held += found.nbytes
+        view = items[5] if len(items) == 6 else None
         if type(view) is _Tuple:
             _, first, length = view.items
             if not (type(first) is int and type(length) is int and min(first, length) >= 0 and first + length <= count):
@@ -565,38 +643,59 @@ class PickleCheck:
     # --- functions
 
     def _call(self, function: Any, arguments: Any) -> Any:
-        name = function.name if type(function) is _Global else ""
-        items = arguments.items if type(arguments) is _Tuple else ()
+        if type(function) is not _Global or type(arguments) is not _Tuple:
+            raise self._bad("a call without the name of a function, or a tuple of arguments")
+        name, items = function.name, arguments.items
         first = items[0] if items else None
+        is_sequence = name in ("builtins.set", "builtins.frozenset", "collections.Counter", "collections.OrderedDict")
+        if name == f"{_REBUILD}parameter_with_state":
+            self._check_arguments(items[:3])
+        elif name.startswith(_OF_TORCH) and not is_sequence and not _FREELY_CALLED.match(name):
+            self._check_arguments(items)
         if name == "torch._tensor._rebuild_from_type_v2" and len(items) == 4:
             return self._call(first, items[2])
         if name.startswith(_REBUILD):
             return self._rebuild(name.removeprefix(_REBUILD), items)
         if name == "torch.nn.parameter.Parameter":
-            return first if type(first) is _Tensor else _OTHER
+            return first if type(first) is _Tensor else _NO_TENSOR
         if _CLASSES.match(name):
             if items:
                 raise self._bad(f"a call of {name} with arguments")
-            return _Tensor(0, 0, repeats=False)
-        if name in ("builtins.set", "builtins.frozenset", "collections.Counter", "collections.OrderedDict"):
-            return self._container(first)
+            return _NO_TENSOR
+        if is_sequence:
+            if len(items) > 1:
+                raise self._bad(f"a call of {name} with {len(items)} arguments")
+            return self._container(name, first)
         if name == "torch.Size":
-            self._spend(self._count(first))
-            return first if type(first) is _Tuple else _OTHER
+            return first if type(first) is _Tuple else _Other()
+        if name == "builtins.complex" and items and all(type(item) in (int, float) for item in items):
+            return complex(*items)
         if name in ("builtins.bytearray", "_codecs.encode"):
             return self._bytes(name, items)
-        return _OTHER
+        return _Other()
 
     def _count(self, value: Any) -> int:
         return value.count if type(value) is _Items else len(value.items) if type(value) is _Tuple else 0
 
-    def _container(self, source: Any) -> _Items:
-        made = _Items()
+    def _container(self, name: str, source: Any) -> _Items:
+        made = _Items(is_dict=name.startswith("collections."))
         made.count = self._count(source)
-        if type(source) in (_Items, _Tuple):
-            if source.depth > _MAX_DEPTH:
-                raise self._bad(f"a set of tuples that are nested more than {_MAX_DEPTH} deep")
-            self._spend(made.count + source.weight)
+        if type(source) not in (_Items, _Tuple):
+            return made
+        if source.depth > _MAX_DEPTH:
+            raise self._bad(f"a set of tuples that are nested more than {_MAX_DEPTH} deep")
+        self._spend(made.count + source.weight)
+        if type(source) is _Items and source.is_dict:
+            made.weight, made.depth, made.hashes = source.weight, source.depth, source.hashes
+            return made
+        values = source.items if type(source) is _Tuple else source.values or ()
+        if name.endswith("OrderedDict"):  # of pairs, as Python 2 wrote it
+            pairs = [value.items if type(value) is _Tuple else value.start for value in values]
+            values = [pair[0] for pair in pairs if pair]
+        for value in values:
+            self._note(value, made)
+        if not made.is_dict:
+            made.values, made.nested = list(values), any(type(value) is _Tuple for value in values)
         return made
 
     def _bytes(self, name: str, items: Sequence[Any]) -> _Bytes:
@@ -616,8 +715,10 @@ class PickleCheck:
         return _Bytes(nbytes)
 
     def _rebuild(self, name: str, items: Sequence[Any]) -> Any:
+        if name in _COPIED:
+            self._copy(items)
         if name in ("parameter", "parameter_with_state"):
-            return items[0]
+            return items[0] if type(items[0]) is _Tensor else _NO_TENSOR
         if name in ("tensor", "tensor_v2"):
             return self._tensor(*items[:4])
         if name == "tensor_v3":
@@ -631,16 +732,12 @@ class PickleCheck:
                 raise self._bad("a quantized tensor that is larger than its storage")
             return made
         if name.startswith("device_tensor"):
-            if type(items[0]) is _Tensor:
-                if items[0].repeats:
-                    raise self._bad("a tensor that is larger than its storage, to be copied")
-                self._make(items[0].nbytes // 8)
-            return items[0]
+            return items[0] if type(items[0]) is _Tensor else _NO_TENSOR
         if name == "nested_tensor" and self._old:
             raise self._bad("a nested tensor of the old format, whose sizes torch uses before it has read them")
         if name == "wrapper_subclass" and type(items[0]) is _Global and _CLASSES.match(items[0].name):
             raise self._bad(f"a wrapper of class {items[0].name}")
-        return _OTHER  # sparse, nested, meta: of tensors that were made before, or without memory
+        return _NO_TENSOR  # sparse, nested, meta: of tensors that were made before, or without memory
 
     def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, itemsize: int | None = None) -> _Tensor:
         shape, steps = (part.items if type(part) is _Tuple else () for part in (size, stride))
@@ -675,15 +772,14 @@ def _actions(check: PickleCheck) -> dict[bytes, Callable[[], Any]]:
     def index(nbytes: int) -> int:
         return int.from_bytes(take(nbytes), "little")
 
-    other = lambda: push(_OTHER)  # noqa: E731
     items = lambda: push(_Items())  # noqa: E731
     return {
         b"c": check.find, b"\x81": check.call, b"R": check.call, b"b": check.build, b"Q": check.load_storage,
         b"a": check.append, b"e": check.extend, b"s": check.set_item, b"u": check.set_items,
         b"(": check.mark, b"t": lambda: push(_Tuple(check.to_mark())),
         b"\x85": lambda: check.tuple_of(1), b"\x86": lambda: check.tuple_of(2), b"\x87": lambda: check.tuple_of(3),
-        b")": lambda: push(_Tuple(())), b"]": items, b"}": items, b"\x8f": items,
-        b"N": other, b"\x88": other, b"\x89": other, b"G": check.real,
+        b")": lambda: push(_Tuple(())), b"]": items, b"\x8f": items, b"}": lambda: push(_Items(is_dict=True)),
+        b"N": lambda: push(None), b"\x88": lambda: push(True), b"\x89": lambda: push(False), b"G": check.real,
         b"J": integer("<i"), b"K": integer("<B"), b"M": integer("<H"), b"\x8a": check.number,
         b"X": lambda: check.text(index(4), raw=False), b"U": lambda: check.text(index(1), raw=True),
         b"q": lambda: check.put(index(1)), b"r": lambda: check.put(index(4)),

@@ -30,6 +30,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from ...errors import ArgumentError, CheckpointError
+from ...options import shown
 from ...wire.spec import MAX_BYTES, MAX_NDIM
 from ..description import Described, Summer, read_described, text
 from ..json_pieces import JsonPieces
@@ -72,6 +73,7 @@ SHORT: Final = 1000  # characters of a text that is kept
 _COUNTED: Final = 1 << 22  # bytes of a header, from which on its tensors are counted before they are kept
 _MOST_SHORT: Final = 1000  # texts that are kept
 _MOST_TEXTS: Final = 100_000  # that there may be
+_MOST_INDEXES: Final = 32  # in a directory of shards
 _SUM: Final = "shmtensor.xxh3"
 """The key of its digest."""
 _INDEXED: Final = "shmtensor.index"
@@ -183,11 +185,11 @@ def _warn_of_unnamed(
 
 def _index_of(shard: Location) -> Location | None:
     """The index beside a shard that names it."""
-    for name in sorted(path.name for path in shard.parent.iterdir()):
-        index = shard.parent / name
-        if is_index(name) and ".safetensors.index" in name and any(file == shard.name for _, file in read_index(index)):
-            return index
-    return None
+    names = sorted(path.name for path in shard.parent.iterdir() if ".safetensors.index" in path.name)
+    indexes = [shard.parent / name for name in names if is_index(name)]
+    if len(indexes) > _MOST_INDEXES:  # of each checkpoint in the directory all are read
+        raise CheckpointError(f"{shard.parent} has {len(indexes)} indexes of shards: name the one that is meant")
+    return next((index for index in indexes if any(file == shard.name for _, file in read_index(index))), None)
 
 
 def _opened(
@@ -551,8 +553,8 @@ def _tensor(part: Any, name: str, start: int, path: Location) -> StoredTensor:
                         break
                 if bits != 8 * (high - low):
                     raise CheckpointError(
-                        f"{path}: tensor {name!r:.80} of dtype {dtype} and shape {shape!r:.80} has {high - low} bytes "
+                        f"{path}: tensor {name!r:.80} of dtype {dtype} and shape {shown(shape)} has {high - low} bytes "
                         f"at offset {start + low}"
                     )
                 return StoredTensor(dtype, tuple(shape), start + low, high - low)
-    raise CheckpointError(f"{path}: invalid entry of tensor {name!r:.80}: {part!r:.80}")
+    raise CheckpointError(f"{path}: invalid entry of tensor {name!r:.80}: {shown(part)}")

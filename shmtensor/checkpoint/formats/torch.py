@@ -145,7 +145,11 @@ def _check(path: Location) -> None:
         if not _is_zip(path):
             _check_old(path, as_stream(file))
             return
-        found = read_directory(path, lambda name: name.endswith("/data.pkl") or name.rpartition("/")[2] in _SMALL)
+        found = read_directory(  # torch finds members whatever their case is
+            path,
+            lambda name: name.endswith("/data.pkl") or name.lower().rpartition("/")[2] in _SMALL,
+            any_case=True,
+        )
         pickles = [member for name, member in found.members.items() if name.endswith("/data.pkl")]
         small = [member for name, member in found.members.items() if not name.endswith("/data.pkl")]
         if len(pickles) != 1:
@@ -249,7 +253,7 @@ def check_objects(state: Any, label: str) -> int:
     `CheckpointError` if a container contains itself, or containers are nested too deep.
     """
     count = 0
-    heights: dict[int, int] = {}  # of the containers that are done
+    heights: dict[int, int] = {}  # of the containers that are done, and of nested tensors
     open_now: set[int] = set()
     stack: list[tuple[Any, Iterator[Any]]] = []
     tallest: list[int] = [0]
@@ -271,8 +275,9 @@ def check_objects(state: Any, label: str) -> int:
                     current = child
                     break
                 tallest[-1] = max(tallest[-1], height)
-            elif is_tensor(child) and child.is_nested:
+            elif is_tensor(child) and child.is_nested and id(child) not in heights:
                 _check_nested(child, label)
+                heights[id(child)] = 0
         if current is not None:
             if len(stack) > MAX_DEPTH + 1:
                 raise _too_deep(label)

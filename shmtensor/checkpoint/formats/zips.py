@@ -226,7 +226,8 @@ _SIZES = struct.Struct("<I2xH10xIIHH")  # the same with flags and sizes
 _CENTRAL_FIELDS = struct.Struct("<I4xHH4xIIIHHH8xI")
 _END_FIELDS = struct.Struct("<I4xHHIIH")
 _END64_FIELDS = struct.Struct("<I28xQQQ")
-_LOCATOR_BYTES = 20
+_LOCATOR_FIELDS = struct.Struct("<8sQ4x")
+_LOCATOR_BYTES = _LOCATOR_FIELDS.size
 _UNKNOWN = 0x8  # sizes follow the member
 _STORED, _DEFLATED = 0, 8
 _MAX_MEMBERS: Final = MAX_TENSORS + 16
@@ -266,9 +267,10 @@ class _Table(NamedTuple):
     members: int
 
 
-def read_directory(path: Location, wanted: Callable[[str], bool]) -> Directory:
+def read_directory(path: Location, wanted: Callable[[str], bool], *, any_case: bool = False) -> Directory:
     """The members of an archive whose names are wanted, after a check of all: each is inside the file, none overlaps
-    another or has its name. `CheckpointError` for what is no zip archive, or damaged."""
+    another or has its name, with `any_case` whatever the case. `CheckpointError` for what is no zip archive, or
+    damaged."""
     with open_input(path) as file:
         found = stamp_of(file)
         size = found.nbytes
@@ -276,7 +278,8 @@ def read_directory(path: Location, wanted: Callable[[str], bool]) -> Directory:
         names, starts, ends, unpacked = array("Q"), array("Q"), array("Q"), 0
         file.prefetch((entry.header, _LOCAL_FIELDS.size + len(entry.raw_name)) for entry in _entries(file, path, size))
         for member, header in _members(file, path, size):
-            names.append(digest(member.name.encode("utf-8", "replace")))
+            name = member.name.encode("utf-8", "replace")
+            names.append(digest(name.lower() if any_case else name))
             starts.append(header)
             ends.append(member.start + member.packed)
             if member.offset is None:
@@ -330,10 +333,13 @@ def _find_table(file: InputFile, path: Location, size: int) -> _Table:
         raise CheckpointError(_cut_off(path) or f"{path}: no zip archive, truncated or damaged: it has no end record")
     _, _, count, nbytes, start, _ = _END_FIELDS.unpack_from(tail, at)
     end = first + at
-    at -= _LOCATOR_BYTES + _END64_FIELDS.size
-    if at >= 0 and tail[at : at + 4] == b"PK\x06\x06" and tail[at + _END64_FIELDS.size :][:4] == b"PK\x06\x07":
-        _, count, nbytes, start = _END64_FIELDS.unpack_from(tail, at)
+    at -= _LOCATOR_BYTES
+    if at >= 0 and tail[at : at + 4] == b"PK\x06\x07":  # other readers go by it
+        at -= _END64_FIELDS.size
         end = first + at
+        if at < 0 or tail[at : at + 4] != b"PK\x06\x06" or _LOCATOR_FIELDS.unpack_from(tail, at + 56)[1] != end:
+            raise CheckpointError(f"{path}: its end record of 64 bits is not at {end}: it is damaged")
+        _, count, nbytes, start = _END64_FIELDS.unpack_from(tail, at)
     if start + nbytes != end:
         raise CheckpointError(
             f"{path}: its table of contents should lie at bytes {start} to {start + nbytes}, its end record is at "
@@ -392,12 +398,14 @@ def _decode(name: bytes, flags: int, path: Location) -> str:
 
 def _large(extra: bytes) -> list[int]:
     """The 64-bit numbers that a member's extra fields have, in the order of those that they stand for."""
-    while len(extra) >= 4:
-        kind, length = struct.unpack_from("<HH", extra)
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = _EXTRA.unpack_from(extra, at)
+        at += 4
         if kind == 1:
-            length = min(length, len(extra) - 4) // 8
-            return list(struct.unpack_from(f"<{length}Q", extra, 4))
-        extra = extra[4 + length :]
+            length = min(length, len(extra) - at) // 8
+            return list(struct.unpack_from(f"<{length}Q", extra, at))
+        at += length
     return []
 
 
