@@ -75,21 +75,35 @@ def is_beyond(error: BaseException) -> bool:
 
 def has_no_bucket(error: BaseException) -> bool:
     """Whether S3 says that the bucket does not exist. (Other stores answer as for a missing file.)"""
+    return _code_of(error) == "NoSuchBucket"
+
+
+def _code_of(error: BaseException | None) -> object:
+    """The code of an error of S3; None if it is another kind of error."""
     answer = getattr(error, "response", None)
-    return isinstance(answer, dict) and answer.get("Error", {}).get("Code") == "NoSuchBucket"
+    return answer.get("Error", {}).get("Code") if isinstance(answer, dict) else None
+
+
+def _has_no_upload(error: BaseException) -> bool:
+    """Whether S3 says that there is no such multipart upload. Its client aborts one to whose last request no answer
+    came, and which is complete; or somebody else has ended it."""
+    return _code_of(error.__cause__ or error) == "NoSuchUpload"
 
 
 def is_missing(error: FileNotFoundError) -> bool:
     """Whether a server says that there is no such file. fsspec's for HTTP raises this for whatever the server says, and
     for URLs that cannot be asked for."""
     cause = error.__cause__
-    return cause is None or isinstance(cause, _NOT_FOUND) or status_of(cause) in _GONE
+    gone = cause is None or isinstance(cause, _NOT_FOUND) or status_of(cause) in _GONE
+    return gone and not _has_no_upload(error)
 
 
 def may_pass(error: BaseException) -> bool:
     """Whether another attempt may succeed."""
     cause = error.__cause__
     status = status_of(error)
+    if _has_no_upload(error):  # another one may be complete
+        return True
     if not status and type(error) is OSError:  # s3fs's for what is no file's matter
         status = status_of(cause)
     if status:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -11,10 +12,11 @@ from typing import Any, Final
 from ..codec.libraries import torch_views
 from ..endpoints.base import Local
 from ..errors import ArgumentError, ClosedError
+from ..memory.lifecycle import track
 from .devices import Blocks, check_device
 from .formats import Opened
 from .keys import Key
-from .load import Path, Verify, check_options, open_files, raise_damage, read
+from .load import Path, Verify, check_crcs_of_others, check_options, open_files, raise_damage, read, readable
 from .opening import Opener
 from .plan import Entry, Plan, array_dtype, build_tensor, check_structure
 from .reading import Files, read_regions
@@ -38,7 +40,9 @@ def open_checkpoint(
         path: as for `load_checkpoint`; files of other programs as well.
         arrays: handles give NumPy arrays, as `load_arrays` does, and torch is not imported.
         readers: threads that read large parts; None: one per core, 4 to 8.
-        verify: compare a tensor that is read whole with its digest, if the file has one. False: compare nothing.
+        verify: compare a tensor that is read whole with its digest, if the file has one. `"all"`: read each tensor of
+            which a part is wanted whole, and compare it; archives of other programs are compared with their CRCs when
+            they are opened, which reads all of them. False: compare nothing.
         key: of an encrypted checkpoint, as for `load_checkpoint`. To read a part, the segments of 64 KiB around it are
             decrypted; changed bytes are an error, whatever `verify` is.
         device: where handles make torch tensors, as for `load_checkpoint`. On a CUDA device whole tensors are read
@@ -58,7 +62,12 @@ def open_checkpoint(
         raise ArgumentError(f"device={device!r:.80} is for torch tensors: leave it out, or arrays=True")
     number = check_device(device)
     opened, files = open_files(path, Opener(key))
-    return CheckpointReader(opened, files, arrays=arrays, readers=count, verify=bool(verify), device=number)
+    if verify == "all":
+        with contextlib.ExitStack() as failed:
+            failed.callback(files.close)
+            check_crcs_of_others(opened)
+            failed.pop_all()
+    return CheckpointReader(opened, files, arrays=arrays, readers=count, verify=verify, device=number)
 
 
 class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
@@ -80,11 +89,11 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
     """
 
     def __init__(
-        self, opened: Opened, files: Files, *, arrays: bool, readers: int, verify: bool, device: int | None
+        self, opened: Opened, files: Files, *, arrays: bool, readers: int, verify: Verify, device: int | None
     ) -> None:
         opened = replace(opened, made=_with_integers(opened.plan))
         self._opened: Opened | None = opened
-        self._arrays, self._readers, self._verify, self._device = arrays, readers, verify, device
+        self._arrays, self._readers, self._verify, self._device = arrays, readers, bool(verify), device
         self.format = opened.format
         """`"safetensors"`, `"torch"` or `"npz"`."""
         self.path = str(opened.main)
@@ -92,7 +101,7 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
         plan = opened.plan
         self.meta: dict[str, Any] | None = plan.meta
         """The dict that `save` was given."""
-        self._stored = opened.stored
+        self._stored = readable(opened, map=False, verify=verify)
         self._entries = plan.tensors
         self._plan = plan if opened.state is None else None  # of a state of torch's own it has no structure
         self._numbers = {entry.name: number for number, entry in enumerate(plan.tensors)}
@@ -100,6 +109,13 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
         self._lock = threading.Lock()
         self._reading = 0
         self._finalizer = weakref.finalize(self, self._files.close)
+        track(self, CheckpointReader._renew)
+
+    def _renew(self) -> None:
+        """In a forked child: threads of the parent may have held the lock, and do not read here."""
+        self._lock, self._reading = threading.Lock(), 0
+        if self._opened is None:
+            self._finalizer()
 
     def __getitem__(self, name: str) -> TensorHandle:
         number = self._numbers.get(name)
@@ -122,6 +138,8 @@ class CheckpointReader(Local, Mapping[str, "TensorHandle"]):
         except ArgumentError as error:
             return str(error)
         return f"{name!r:.80} is not the name of one tensor: load_checkpoint(path, keys={name!r:.80}) loads it"
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # that of `Mapping` would compare handles
 
     def __contains__(self, name: object) -> bool:
         return name in self._numbers

@@ -187,8 +187,8 @@ def _load_opened(
     slices: Slices, arrays: bool, progress: Progress | None, device: int | None,
 ) -> Any:  # fmt: skip
     map = map and opened.mappable and device is None
-    if verify == "all" and opened.digests is None and opened.format != "safetensors":
-        check_archive(opened)  # of another program: the CRCs are the only digests
+    if verify == "all":
+        check_crcs_of_others(opened)
     if opened.state is not None and not arrays:
         state = opened.state(map)
         state = state if keys is None else select(state, keys)
@@ -201,7 +201,7 @@ def _load_opened(
         tree = select(tree, keys, plan.tensors)
     parts: dict[int, Span] = {}
     if slices is not None:
-        plan, parts = cut(plan, tree, slices, _readable(opened, map=map, verify=verify))
+        plan, parts = cut(plan, tree, slices, readable(opened, map=map, verify=verify))
     wanted = [region for region in regions_of(plan, tensor_numbers(tree)) if region not in parts]
     add = None if progress is None else _summed(progress, sum(plan.regions[region].nbytes for region in wanted))
     if device is not None:
@@ -266,7 +266,13 @@ def _split(plan: Plan, tree: Any) -> tuple[set[int], set[int]]:
     return set(regions_of(plan, plain)), set(regions_of(plan, numbers - plain))
 
 
-def _readable(opened: Opened, *, map: bool, verify: Verify) -> list[Stored | None] | None:
+def check_crcs_of_others(opened: Opened) -> None:
+    """Compare the CRCs of archives of other programs, which have no other digests. Raises `CheckpointError`."""
+    if opened.digests is None and opened.format != "safetensors":
+        check_archive(opened)
+
+
+def readable(opened: Opened, *, map: bool, verify: Verify) -> list[Stored | None] | None:
     """Per region where a part of it is to be read; None for those that are read whole or mapped."""
     if verify == "all" and opened.digests is not None:
         return None

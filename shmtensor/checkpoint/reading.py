@@ -39,6 +39,7 @@ import numpy as np
 from ..codec.numpy import Array
 from ..errors import CheckpointError
 from ..memory.descriptors import OpenFile, open_file
+from ..memory.lifecycle import track
 from ..memory.mapped_file import fresh, is_cached, populate
 from .description import Summer, text
 from .devices import PIECE, Lane, Lanes
@@ -394,6 +395,7 @@ class Files:
         self._lock = threading.RLock()
         self._cached: dict[tuple[int, int], bool] = {}  # by file and number of a stretch; checked once
         self._refuses = [False] * len(paths)  # direct I/O; set by any reader, never reset
+        track(self, Files._renew)
         try:
             for file in range(min(len(self.paths), self._most)):
                 self._input(file)
@@ -405,6 +407,10 @@ class Files:
     def of(cls, opened: Opened) -> Files:
         """The files of a checkpoint that was opened. Raises `FileNotFoundError`, `Replaced`."""
         return cls(opened.files, opened.stamps, opened.sealed)
+
+    def _renew(self) -> None:
+        """In a forked child: threads of the parent may have held the lock."""
+        self._lock = threading.RLock()
 
     def _input(self, file: int) -> InputFile:
         """An open file. It stays open for as long as the caller refers to it, even if others take its place."""

@@ -88,7 +88,10 @@ GAP: Final = 8 << 10
 _URL: Final = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*:)(/+)")
 REDIS: Final = ("redis", "rediss", "redis+unix")
 """Schemes of `redis_files.RedisFileSystem`, which is imported when one of them is used."""
-_SECRET: Final = re.compile(r"(?<=:/)(/?)[^/\s]*@|(?<=[^\s'\"])\?\S*")
+_NOT_QUOTED: Final = r"(?!arn:)[^/\s@:]*:(?!:|\d*(?:[/?#\s]|$))(?:\S*|[^@\n]*)@"
+"""A user and a password with characters that end them in a URL: what stands there is no number of a port."""
+_SECRET: Final = re.compile(rf"(?<=:/)(/?)(?:[^/\s]*@|{_NOT_QUOTED})|(?<=[^\s'\"])\?\S*")
+_AMBIGUOUS: Final = re.compile(rf"://(?![^/?#\s]*@){_NOT_QUOTED}")
 _REFUSED: Final = (401, 403)  # answers of HTTP
 
 _B = TypeVar("_B")
@@ -717,8 +720,14 @@ class RemotePath:
 
 def check_host(url: str) -> None:
     """Raise `ArgumentError` if a URL that begins with a bucket or host has none, as `s3:///bucket/run`, or if an empty
-    name follows the bucket, as in `s3://bucket//run`: the library for S3 writes to both, and finds nothing there."""
+    name follows the bucket, as in `s3://bucket//run`: the library for S3 writes to both, and finds nothing there. And
+    if a password has characters that end it: libraries would take its beginning for a port, and say so in errors."""
     protocol, _, rest = url.partition("://")
+    if _AMBIGUOUS.search(url):
+        raise ArgumentError(
+            f"{without_secrets(url)!r} has a user or password with one of the characters /?# or a space: "
+            "percent-encode these, / as %2F"
+        )
     if protocol in _WITH_HOST and (not rest or rest.startswith("/")):
         raise ArgumentError(f"{without_secrets(url)!r} names no bucket or host: it comes after two slashes")
     if protocol in OBJECT_STORES and rest.partition("/")[2].startswith("/"):

@@ -549,3 +549,17 @@ def test_a_file_of_tensorizer_without_its_library(tmp_path, monkeypatch):
         load_checkpoint(tmp_path / "a.tensors")
     save({"w": torch.ones(3)}, tmp_path / "step-1.safetensors")
     assert list(load_checkpoint(tmp_path)) == ["w"]  # a directory of checkpoints means those of this library
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_part_of_torch_s_distributed_checkpoint_is_not_its_first_or_last_tensor(tmp_path, count):
+    """A file has an archive per tensor, and looks like one of them."""
+    with (tmp_path / "__0_0.distcp").open("wb") as file:
+        for _ in range(count):
+            data = io.BytesIO()
+            torch.save(torch.ones(3), data)
+            file.write(data.getvalue())
+    for path in (tmp_path, tmp_path / "__0_0.distcp"):
+        for load in (load_checkpoint, load_arrays, open_checkpoint):
+            with pytest.raises(CheckpointError, match="StorageReader"):
+                load(path)

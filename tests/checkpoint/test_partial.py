@@ -6,6 +6,7 @@ import collections
 import copy
 import itertools
 import json
+import multiprocessing
 import os
 import pickle
 import subprocess
@@ -34,6 +35,7 @@ from shmtensor.checkpoint import selection
 from shmtensor.checkpoint.plan import Entry
 from shmtensor.checkpoint.selection import InMemory, Span, narrow, packed, read_part, stored_nbytes
 
+from ..waiting import PATIENCE
 from .state_files import SUFFIX, mixed_state, raw, same, save
 
 pytestmark = [
@@ -264,6 +266,11 @@ def test_whole_tensors_are_compared_with_their_digests_and_parts_are_not(tmp_pat
     data = bytearray(path.read_bytes())
     data[data.index(np.ones(20, np.float32).tobytes()) + 1] ^= 1
     path.write_bytes(data)
+    with open_checkpoint(path, verify="all") as checkpoint:
+        for index in (..., np.s_[:10], 3):
+            with pytest.raises(CheckpointError, match=r'tensor "w" at offset \d+ is damaged'):
+                checkpoint["w"].read(index)
+        assert len(checkpoint["t"].read(np.s_[:2])) == 2
     with open_checkpoint(path) as checkpoint, open_checkpoint(path, verify=False) as trusting:
         for index in (..., np.s_[:], np.s_[0:1000]):
             with pytest.raises(CheckpointError, match=r'tensor "w" at offset \d+ is damaged'):
@@ -289,6 +296,18 @@ def test_a_packed_member_is_compared_with_its_crc(tmp_path):
         path.write_bytes(data)
         with pytest.raises(CheckpointError), open_checkpoint(path) as checkpoint:
             checkpoint["w"].read(np.s_[:3])
+
+
+@pytest.mark.parametrize("file", ["a.pt", "a.npz"])
+def test_an_archive_of_others_is_compared_with_its_crcs_if_all_is_to_be(tmp_path, file):
+    path = foreign(tmp_path / file, {"w": torch.ones(1000), "t": torch.zeros(9)})
+    data = bytearray(path.read_bytes())
+    data[data.index(np.ones(20, np.float32).tobytes()) + 1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="CRC"):
+        open_checkpoint(path, verify="all")
+    with open_checkpoint(path) as checkpoint:
+        assert len(checkpoint["t"].read()) == 9
 
 
 def test_a_file_that_is_truncated_later(tmp_path):
@@ -525,6 +544,50 @@ def test_a_reader_that_is_closed_while_it_reads(tmp_path, monkeypatch):
     go_on.set()
     thread.join()
     assert found[0].tolist() == [1, 1, 1, 1]
+    assert checkpoint._files.closed
+
+
+def test_a_reader_is_equal_to_itself_only(tmp_path):
+    path = save({"w": torch.ones(3)}, tmp_path / "a.safetensors")
+    with open_checkpoint(path) as one, open_checkpoint(path) as other:
+        assert one == one
+        assert one != other
+        assert len({one, other}) == 2
+
+
+def test_a_forked_child_reads_while_threads_of_its_parent_do(tmp_path):
+    """It has none of the locks that they hold, and does not wait for them to close."""
+    path = save({"w": torch.arange(1000)}, tmp_path / "a.safetensors")
+    with open_checkpoint(path) as checkpoint:
+        held, over = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with checkpoint._lock, checkpoint._files._lock:
+                checkpoint._reading += 1
+                held.set()
+                over.wait(PATIENCE)
+                checkpoint._reading -= 1
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert held.wait(PATIENCE)
+        process = multiprocessing.get_context("fork").Process(target=read_and_close, args=(checkpoint,))
+        process.start()
+        try:
+            process.join(PATIENCE)
+            assert process.exitcode == 0
+        finally:
+            over.set()
+            thread.join()
+            process.kill()
+            process.join()
+        assert checkpoint["w"].read(np.s_[5:7]).tolist() == [5, 6]
+
+
+def read_and_close(checkpoint):
+    assert checkpoint["w"].read(np.s_[5:7]).tolist() == [5, 6]
+    assert checkpoint["w"].read().tolist() == list(range(1000))
+    checkpoint.close()
     assert checkpoint._files.closed
 
 

@@ -10,6 +10,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -1341,9 +1342,32 @@ def test_secrets_are_in_no_text(served, tmp_path):
         "http://me:se'cret@host/a?x=1&sig=ab)c",
         "https:/me:secret@host/a",
         "s3://k:s@b",
+        "http://me:sec/ret@host/a",
+        "http://me:sec?ret@host/a",
+        "http://me:sec ret@host/a",
+        "http://:s/e@cret@host/a",
     ):
         assert remote.without_secrets(secret).partition(":")[2].lstrip("/") in ("host/a", "b")
     assert remote.without_secrets(f"failed for {url} twice") == f"failed for {served.url}/a.safetensors twice"
+    assert remote.without_secrets("zip://a::http://me:sec/ret@host/b") == "zip://a::http://host/b"
+    for text in (
+        "http://host:80/a@b",
+        "http://host: no a@b",
+        "s3://arn:aws:s3:us:1:accesspoint/a@b",
+        "zip://a::s3://b/k@1",
+    ):
+        assert remote.without_secrets(text) == text
+
+
+@pytest.mark.parametrize("call", [load_checkpoint, load_newest, list_checkpoints, open_checkpoint, "upload"])
+@pytest.mark.parametrize(
+    "url", ["http://me:a1/b2@host/a", "zip://a::http://me:a1?b2@host/a", "redis://:a1 b2@host/0/a"]
+)
+def test_a_password_that_ends_before_its_end_is_refused(tmp_path, call, url):
+    """Its beginning would be taken for a port, and be in the libraries' errors."""
+    with pytest.raises(ArgumentError, match="percent-encode") as raised:
+        CheckpointWriter(tmp_path / "a", upload=url) if call == "upload" else call(url)
+    assert not {"me", "a1", "b2"} & set(re.findall(r"\w+", str(raised.value)))
 
 
 @pytest.mark.parametrize("load", [lambda url: load_checkpoint(url, from_memory=True), CheckpointWriter])

@@ -30,6 +30,7 @@ from shmtensor.checkpoint import index, names, process_handle, upload
 from shmtensor.checkpoint.directory import Keep
 from shmtensor.checkpoint.index import PENDING, UPLOADED, Saved
 from shmtensor.checkpoint.manifest import MANIFEST
+from shmtensor.checkpoint.remote import open_url
 
 from ..scenes import ROOT
 from ..waiting import PATIENCE, wait_for_end, wait_until
@@ -114,6 +115,27 @@ def test_in_parts(url, s3, tmp_path, monkeypatch):  # noqa: F811
 
 
 # --- errors
+
+
+def test_the_answer_to_the_end_of_an_upload_in_parts_is_lost(url, s3, tmp_path, monkeypatch):  # noqa: F811
+    """S3's client aborts it then, and is told that there is no such upload, as it is complete."""
+    monkeypatch.setattr(upload, "PART", 5 << 20)  # the least that S3 takes
+    data = os.urandom(2 * upload.PART)
+    (tmp_path / "x").write_bytes(data)
+    target, lost = open_url(f"{url}/x"), []
+    call = type(target.fs)._call_s3
+
+    async def lose(self, method, *args, **options):
+        answer = await call(self, method, *args, **options)
+        if method == "complete_multipart_upload" and not lost:
+            lost.append(answer)
+            raise OSError("no answer")
+        return answer
+
+    monkeypatch.setattr(type(target.fs), "_call_s3", lose)
+    upload.put_file(str(tmp_path / "x"), target, len(data))
+    assert lost
+    assert s3.fs.cat_file(f"{url}/x") == data
 
 
 def saved(step, name=None):

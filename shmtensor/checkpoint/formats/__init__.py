@@ -32,6 +32,11 @@ def detect(path: Location) -> Format:
     if path.is_file():
         with open_input(path) as file:
             start = file.pread(16, 0)
+    if path.suffix == Distcp.suffix and start[:2] == b"PK":  # an archive per tensor, which looks like one of them
+        raise CheckpointError(
+            f"{path} is a part of what torch.distributed.checkpoint has saved: load that by its load(), with "
+            "shmtensor.dcp.StorageReader"
+        )
     for each in KNOWN.values():
         if each.recognizes(path, start):
             return each
