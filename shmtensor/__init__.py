@@ -23,13 +23,11 @@ arrives.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-from .endpoints.loan import Loan
-from .endpoints.message import Message, SenderInfo
-from .endpoints.pubsub import Publisher, Subscriber
-from .endpoints.workqueue import Consumer, Producer
 from .errors import (
     AccessDenied,
     ArgumentError,
@@ -63,6 +61,12 @@ from .statistics import (
     WorkerStatistics,
     WriterStatistics,
 )
+
+if TYPE_CHECKING or sys.platform == "linux":
+    from .endpoints.loan import Loan
+    from .endpoints.message import Message, SenderInfo
+    from .endpoints.pubsub import Publisher, Subscriber
+    from .endpoints.workqueue import Consumer, Producer
 
 if TYPE_CHECKING:
     from .channel.info import ChannelInfo, HeldMessage, Holder, Holding, MemberInfo, RingInfo
@@ -207,10 +211,23 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
+    if sys.platform != "linux" and name in __all__:
+        value = globals()[name] = _stand_in(name)
+        return value
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f".{module}", __name__), name)
     return value
+
+
+def _stand_in(name: str) -> type:
+    """What a public class or function is on another platform: a class that raises `PlatformError` when it is called."""
+
+    def refuse(*_: object, **__: object) -> None:
+        needs = "shmtensor needs Linux (it relies on OFD locks and /dev/shm)"
+        raise PlatformError(errno.ENOSYS, f"{needs}, this is {sys.platform}")
+
+    return type(name, (), {"__new__": refuse, "__module__": __name__})
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,6 @@ import errno
 import logging
 import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -138,11 +137,7 @@ def _die(locks: LockFile | None, channel: str, directory: str, error: BaseExcept
 
 
 def check_platform() -> None:
-    """Raise `PlatformError` where endpoints cannot work. Importing works anywhere."""
-    if sys.platform != "linux":
-        raise PlatformError(
-            errno.ENOSYS, f"shmtensor needs Linux (it relies on OFD locks and /dev/shm), this is {sys.platform}"
-        )
+    """Raise `PlatformError` if endpoints cannot work on this processor and kernel."""
     if words.WEAKLY_ORDERED and not words.HAS_BARRIER:
         raise PlatformError(
             errno.ENOSYS,

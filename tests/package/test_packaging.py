@@ -18,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import shmtensor
-from shmtensor import native
+from shmtensor import errors, native, statistics
 
 from ..scenes import HIDDEN
 from ..waiting import PATIENCE
@@ -183,6 +183,35 @@ def test_the_transport_works_without_torch(channel, pure):
     done = run(f"NAME = {channel!r}\n{TRANSPORT}", without="torch", SHMTENSOR_PURE=pure)
     if native.module is not None or pure == "1":
         assert done.stderr == ""
+
+
+ELSEWHERE = """
+import errno, inspect
+sys.platform = PLATFORM
+for name in ("fcntl", "mmap", "numpy", "posix_ipc", "resource", "zmq"):
+    sys.modules[name] = None
+import shmtensor
+from shmtensor import errors, statistics
+
+works = {name for module in (errors, statistics) for name, _ in inspect.getmembers(module, inspect.isclass)}
+for name in shmtensor.__all__:
+    value = getattr(shmtensor, name)
+    assert getattr(shmtensor, name) is value
+    if name not in works | {"__version__"}:
+        try:
+            value("a", timeout=1)
+        except shmtensor.PlatformError as error:
+            assert error.errno == errno.ENOSYS
+            print(error.strerror)
+"""
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_elsewhere_importing_works_and_an_endpoint_says_what_is_missing(platform):
+    lines = run(f"PLATFORM = {platform!r}\n{ELSEWHERE}", without="torch").stdout.splitlines()
+    assert set(lines) == {f"shmtensor needs Linux (it relies on OFD locks and /dev/shm), this is {platform}"}
+    known = {*vars(errors), *vars(statistics), "__version__"}
+    assert len(lines) == sum(name not in known for name in shmtensor.__all__)
 
 
 CHECKPOINTS = """
