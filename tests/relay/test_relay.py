@@ -1713,9 +1713,10 @@ def test_an_address_that_cannot_be_had(channel, tmp_path):
     with pytest.raises(shmtensor.ResourceError, match="no such file"):
         shmtensor.Relay(channel, listen=where, config=tmp_path / "missing.json5")
     bad = tmp_path / "bad.json5"
-    bad.write_text("{mode: 12}")
-    with pytest.raises(shmtensor.ArgumentError, match="no Zenoh configuration"):
-        shmtensor.Relay(channel, listen=where, config=bad)
+    for text, says in (("{mode: 12}", "mode|JSON"), ("{ not json", "1:1 expected ")):
+        bad.write_text(text)
+        with pytest.raises(shmtensor.ArgumentError, match=f"is no Zenoh configuration: .*({says})"):
+            shmtensor.Relay(channel, listen=where, config=bad)
 
 
 def test_a_configuration_is_passed_through(channel, tmp_path):
