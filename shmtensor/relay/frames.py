@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 import xxhash
 
 from ..errors import WireError
+from ..options import printable
 from ..wire import record, spec
 
 PROTOCOL: Final = 2
@@ -55,6 +56,7 @@ NOTE: Final = 16
 MOST_FRAME: Final = spec.MAX_DESCRIPTION + MOST_BODY + (256 << 10)
 """Bytes of a frame: of a large item, the first body has all of the description."""
 MOST_TEXT: Final = 4096
+MOST_CREDIT: Final = (1 << 32) - 1
 MOST_PAYLOAD: Final = 1 << 44
 _MOST_DESCRIPTION: Final = spec.MAX_DESCRIPTION + NOTE
 _LABEL: Final = 64
@@ -142,7 +144,7 @@ class Welcome(Frame):
 
 @dataclass(frozen=True)
 class Refuse(Frame):
-    """From a far relay that does not accept a near one. The body says why."""
+    """From a far relay that does not accept a near one. The body says why, in printable characters."""
 
     KIND = REFUSE
 
@@ -419,7 +421,9 @@ def _welcome(ids: _Ids, fields: _Fields, body: bytes) -> Welcome:
 
 
 def _refuse(ids: _Ids, fields: _Fields, body: bytes) -> Refuse:
-    return Refuse(*ids, _Fields(bytes(body), 0).text(len(body), MOST_TEXT))
+    if len(body) > MOST_TEXT:
+        raise WireError(f"reason of {len(body)} bytes")
+    return Refuse(*ids, printable(bytes(body).decode("utf-8", "replace")))
 
 
 def _items(ids: _Ids, fields: _Fields, body: bytes) -> Items:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from ..errors import TimedOut, WireError
 from ..shielded import Condition
 from ..wire import record, spec
-from .frames import FAN_OUT, ONE_VERSION, Bye, Hello, OtherProtocol, Refuse, parse
+from .frames import FAN_OUT, MOST_TEXT, ONE_VERSION, Bye, Hello, OtherProtocol, Refuse, parse
 from .keys import Keys, path_hash
 from .session import Session
 from .stream import Stream, Terms
@@ -121,7 +121,8 @@ class Inbound:
             self.refused += 1
         if is_new:
             log.error("relay of channel %s refuses near relay %016x: %s", self.name, near, why)
-        self.session.answer(self.keys.near(near), Refuse(near, self.id, attempt, why).head(why.encode()), why.encode())
+        body = why.encode("utf-8", "replace")[:MOST_TEXT]
+        self.session.answer(self.keys.near(near), Refuse(near, self.id, attempt, why).head(body), body)
         return is_new
 
     def note_shortage(self, near: int, why: str) -> None:

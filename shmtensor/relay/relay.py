@@ -19,7 +19,7 @@ from ..ring.layout import MAX_SLOTS
 from ..rpc.endpoints import check_service
 from ..shielded import CallQueue, aside
 from ..statistics import RelayStatistics
-from .frames import FAN_OUT, PATTERNS, SERVICE
+from .frames import FAN_OUT, MOST_PAYLOAD, PATTERNS, SERVICE
 from .inbound import Inbound
 from .keys import user_name
 from .outbound import FAILED, Outbound
@@ -32,6 +32,7 @@ log = logging.getLogger("shmtensor.relay")
 WINDOW: Final = 256
 WINDOW_BYTES: Final = 32 << 20
 AWAY: Final = 30.0
+_MOST_USER: Final = 256
 _LINGER_S: Final = 5.0
 _MAKING_S: Final = 2.0
 """Seconds that the first member of a channel may take to make it."""
@@ -154,6 +155,8 @@ class Relay(Local):
                 raise ArgumentError(f"remote={remote!r} names one channel, but name= names {len(self.names)}")
         if user is not None and not isinstance(user, str):
             raise ArgumentTypeError(f"user is a str, not {type(user).__name__}")
+        if user is not None and (not user.isprintable() or len(user) > _MOST_USER):
+            raise ArgumentError(f"user={user[:_MOST_USER]!r}: a name has at most {_MOST_USER} printable characters")
         who = user_name() if user is None else user
         check_count("window", WINDOW if window is None else window, 1, 1 << 20)
         if slots is not None:
@@ -163,9 +166,10 @@ class Relay(Local):
         check_timeout(away, "away")
         terms = Terms(
             WINDOW if window is None else window,
-            WINDOW_BYTES if window_bytes is None else max(1, parse_bytes(window_bytes, "window_bytes")),
+            WINDOW_BYTES if window_bytes is None else parse_bytes(window_bytes, "window_bytes"),
             AWAY if away is None else away, slots, max_bytes, who,
         )  # fmt: skip
+        check_count("window_bytes", terms.nbytes, 1, MOST_PAYLOAD)
         patterns = [] if self.is_far else [_pattern_of(each, pattern) for each in self.names]
         for each, kind in zip(self.names, patterns, strict=False):
             if kind == SERVICE:

@@ -152,7 +152,8 @@ class Session:
         except zenoh.ZError as error:
             where = ", ".join([*listen, *to]) or "scouting"
             raise ResourceError(
-                errno.EADDRNOTAVAIL, f"no relay at {where}: {_first_line(error)}: is the address this host's, and free?"
+                errno.EADDRNOTAVAIL,
+                f"no relay at {where}: {_in_one_line(error)}: is the address this host's, and free?",
             ) from None
         self._kept: list[Any] = []
         self._callbacks: list[_Guarded] = []
@@ -241,8 +242,10 @@ class _Guarded:
             self._call = None
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition(" at /")[0].splitlines()[0]
+def _in_one_line(error: Exception) -> str:
+    """What Zenoh says, without the place in its own source: of a picture of a file, the place and what is wrong."""
+    lines = str(error).partition(" at /")[0].splitlines()
+    return " ".join(dict.fromkeys(line.lstrip(" ->=") for line in (lines[0], lines[-1])))
 
 
 def _configuration(
@@ -258,7 +261,7 @@ def _configuration(
         try:
             made = zenoh.Config.from_file(path)
         except zenoh.ZError as error:
-            raise ArgumentError(f"config={path!r} is no Zenoh configuration: {_first_line(error)}") from None
+            raise ArgumentError(f"config={path!r} is no Zenoh configuration: {_in_one_line(error)}") from None
 
         for key, value in (json.loads(made.get_json("transport/link/tls")) or {}).items():
             if key.endswith(_FILES) and isinstance(value, str) and not os.access(value, os.R_OK):
@@ -268,7 +271,7 @@ def _configuration(
         try:
             made.insert_json5(key, json.dumps(value))
         except zenoh.ZError as error:
-            raise ArgumentError(f"Zenoh does not take {key} = {value!r}: {_first_line(error)}") from None
+            raise ArgumentError(f"Zenoh does not take {key} = {value!r}: {_in_one_line(error)}") from None
 
     own = zenoh.Config()
     for key, value in _DEFAULTS.items():

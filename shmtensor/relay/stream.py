@@ -24,6 +24,7 @@ from .frames import (
     FAN_OUT,
     LATEST,
     LOSSLESS,
+    MOST_CREDIT,
     MOST_FRAME,
     MOST_RANGES,
     NOBODY,
@@ -527,16 +528,17 @@ class Stream:
     def _note_published(self, number: int, uid: int, seq: int, nbytes: int) -> None:
         # crash: relay.published
         inbound, sender = self._inbound, self._senders[uid]
+        place = sender.done_word(seq) if isinstance(sender, FarProducer) else None  # if this fails, it is sent again
+        with self._lock:
+            self._incoming.receive(number, is_done=self._pattern == FAN_OUT)
+        if place is not None:
+            self._unfinished[uid].add(number, *place, seq)
+            self._progress = time.monotonic()
         if self._is_told:
             self._shortage, self._is_told = None, False
             inbound.note_supply(self.near)
-        with self._lock:
-            self._incoming.receive(number, is_done=self._pattern == FAN_OUT)
         if self._pattern == FAN_OUT:
             inbound.acknowledged += 1
-        elif isinstance(sender, FarProducer):
-            self._unfinished[uid].add(number, *sender.done_word(seq), seq)
-            self._progress = time.monotonic()
         inbound.messages += 1
         inbound.nbytes += nbytes
         self._due = True
@@ -679,7 +681,7 @@ class Stream:
         with self._lock:
             incoming = self._incoming
             if self._pattern == WORK_QUEUE:
-                credit = max(0, self._begun - incoming.acknowledged)
+                credit = min(max(0, self._begun - incoming.acknowledged), MOST_CREDIT)
             return State(
                 self.near, self._inbound.id, self.attempt, incoming.received, incoming.acknowledged, incoming.consumed,
                 self._gap, self._audience, [it for it in incoming.ranges(MOST_RANGES) if it[1] <= incoming.received],

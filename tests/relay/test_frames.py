@@ -124,6 +124,17 @@ def test_notes():
             fr.reply_note(bad)
 
 
+def test_a_reason_can_be_printed():
+    """It is logged, and comes from another host."""
+    for body, why in (
+        (b"no room\n\x1b[31m", "no room\\n\\x1b[31m"),
+        (("é" * 3000).encode()[: fr.MOST_TEXT - 1], "é" * 2047 + "\ufffd"),
+    ):
+        assert fr.parse(fr.Refuse(*IDS, "").head(body), body) == fr.Refuse(*IDS, why)
+    with pytest.raises(WireError, match="reason of 4097 bytes"):
+        fr.parse(fr.Refuse(*IDS, "").head(bytes(4097)), bytes(4097))
+
+
 def test_another_version_names_who_asks():
     rest = bytearray(fr.Hello(*IDS, fr.FAN_OUT, "someone", 1, 1).head()[8:])
     rest[4] = 9

@@ -295,6 +295,26 @@ def test_a_sender_that_nobody_has_announced_gets_no_ring(channel):
         scene.pass_on(3)
 
 
+def test_a_number_far_ahead_of_what_is_not_done(channel):
+    """STATE says how far ahead of what is acknowledged consumers are, as far as it has room for that."""
+    with contextlib.ExitStack() as stack:
+        scene = Scene(channel, stack, "work-queue")
+        scene.pass_on(3)
+        other = stack.enter_context(shmtensor.Consumer(f"{channel}-far"))
+        item = fr.parse(*scene.kinds(fr.ITEMS)[-1]).items[0]
+        heard = []
+        scene.peer.receive(scene.keys.near(99), lambda head, body: heard.append(fr.parse(head, body.to_bytes())))
+        scene.say(scene.keys.hello, fr.Hello(99, 0, 1, fr.WORK_QUEUE, user_name(), 1, 1).head())
+        wait_until(lambda: heard)
+        scene.say(scene.to_far, fr.Status(99, scene.ids[1], 1, 1, 0, 0, [fr.Sender(5, 1, "x")]).head())
+        for after, number in ((0, 1), (1, 1 << 40)):
+            made = fr.Items(99, scene.ids[1], 1, after, [item._replace(number=number, sender=5)])
+            scene.say(scene.to_far, made.head(made.body()), made.body())
+        with scene.rx.recv(timeout=PATIENCE), other.recv(timeout=PATIENCE):
+            wait_until(lambda: heard[-1].credit == fr.MOST_CREDIT if isinstance(heard[-1], fr.State) else None)
+        scene.pass_on(3)
+
+
 def test_a_message_that_zenoh_would_have_to_keep_for_long_is_not_put_together(channel):
     """Zenoh drops what is larger than any frame of a relay, before it comes here."""
     with contextlib.ExitStack() as stack:

@@ -1615,6 +1615,31 @@ def test_an_error_of_the_far_relay_ends_no_stream_there(channel, monkeypatch, ca
     assert sum(it.exc_info is not None for it in caplog.records) == 1
 
 
+def test_an_error_behind_what_was_published_keeps_nothing_for_ever(channel, monkeypatch, caplog):
+    """The far relay does not know where it will be said that it is done: it is sent again, and acknowledged."""
+    monkeypatch.setattr(outbound, "_HELLO_REFUSED_S", 0.05)
+    monkeypatch.setattr(stream, "_SHORT_S", 0.01)
+    found, errors = endpoints.FarProducer.done_word, [MemoryError("no memory")]
+
+    def failing(it, seq):
+        if errors:
+            raise errors.pop()
+        return found(it, seq)
+
+    monkeypatch.setattr(endpoints.FarProducer, "done_word", failing)
+    with (
+        shmtensor.Producer(channel) as tx,
+        shmtensor.Consumer(f"{channel}-far", acknowledge="release") as rx,
+        pair(channel, "work-queue") as (near, _),
+    ):
+        tx.send(np.array(5))
+        for _ in range(2):  # at least once
+            with rx.recv(timeout=PATIENCE) as message:
+                assert message.value == 5
+        wait_until(lambda: state_of(near).in_flight == 0)
+    caplog.clear()  # its traceback keeps the sender
+
+
 @pytest.mark.parametrize("pattern", ["fan-out", "service"])
 def test_a_far_relay_without_threads_refuses(channel, pattern, monkeypatch):
     """And keeps nothing of what it could not begin."""
@@ -1667,6 +1692,9 @@ def test_a_far_relay_without_threads_refuses(channel, pattern, monkeypatch):
         ({"listen": "tcp/127.0.0.1:1", "delivery": "latest"}, "for the near relay"),
         ({"listen": "tcp/127.0.0.1:1", "transit": False}, "for the near relay"),
         ({"to": "tcp/127.0.0.1:1", "pattern": "rpc"}, "choose one of"),
+        ({"to": "tcp/127.0.0.1:1", "pattern": "fan-out", "user": "x" * 70_000}, "at most 256 printable characters"),
+        ({"listen": "tcp/127.0.0.1:1", "user": "a\x1b[31m"}, "at most 256 printable characters"),
+        ({"listen": "tcp/127.0.0.1:1", "window_bytes": "99999999TiB"}, "window_bytes must be between"),
         ({"to": "tcp/127.0.0.1:1"}, "does not exist yet"),
         ({"to": "tcp/127.0.0.1:1", "pattern": "fan-out", "remote": "a/b"}, "channel name"),
         ({"listen": "nonsense/127.0.0.1:1"}, "nonsense"),
@@ -1685,9 +1713,10 @@ def test_an_address_that_cannot_be_had(channel, tmp_path):
     with pytest.raises(shmtensor.ResourceError, match="no such file"):
         shmtensor.Relay(channel, listen=where, config=tmp_path / "missing.json5")
     bad = tmp_path / "bad.json5"
-    bad.write_text("{mode: 12}")
-    with pytest.raises(shmtensor.ArgumentError, match="no Zenoh configuration"):
-        shmtensor.Relay(channel, listen=where, config=bad)
+    for text, says in (("{mode: 12}", "mode|JSON"), ("{ not json", "1:1 expected ")):
+        bad.write_text(text)
+        with pytest.raises(shmtensor.ArgumentError, match=f"is no Zenoh configuration: .*({says})"):
+            shmtensor.Relay(channel, listen=where, config=bad)
 
 
 def test_a_configuration_is_passed_through(channel, tmp_path):
