@@ -150,6 +150,7 @@ class Receiver(Endpoint):
             TimedOut: nothing came in time (also a `TimeoutError`).
             EndOfStream: every sender has closed or died, and everything they sent is received. With `until="closed"`
                 it is never raised: the next sender is waited for.
+            MemoryError: there is no memory for what is copied of the next message, such as bytes. It stays there.
             DependencyError: the next message has torch tensors, and torch is not installed here. Work queue: it stays
                 for a consumer that has torch, and this one raises as long as it is there. Fan-out: it is passed over.
             WireError: a sender that is left lives and cannot be read: of another version, or with other permissions.
@@ -330,7 +331,7 @@ class Receiver(Endpoint):
             except OtherVersion as error:
                 self._disown(reader, str(error))
             except (WireError, FileNotFoundError) as error:
-                if self._traits.kind == FAN_OUT or isinstance(error, WireError):  # else it was removed: all is done
+                if self._claims is None or isinstance(error, WireError):  # else it was removed: all is done
                     self._blame(reader, seq, str(error))
                 reader.position = seq
         elif code == OTHER:
