@@ -263,8 +263,7 @@ class Receiver(Endpoint):
     def _poll(self, patience: int = 0) -> Message | None:
         """A message that is there now, or within `patience` nanoseconds, or None."""
         if self._claims is not None and self._claims.scan_wanted:
-            message = self._scan()
-            if message is not None:
+            if (message := self._scan()) is not None:
                 return message
             self._claims.scan_wanted = False
         if self._control_words[ctl.W_EPOCH] != self._epoch:  # without a call: most messages come by here
