@@ -61,6 +61,8 @@ def _checked(check: Callable[..., object], tensor: torch.Tensor, parts: list[tor
     leaves = [tensor_leaf(part) for part in parts]
     try:
         check(tensor.layout, _size(tensor.shape), *[leaf.source for leaf in leaves])
+    except MemoryError:
+        raise
     except Exception as error:  # whatever torch objects to
         raise Refused(ArgumentError, f"sparse tensor is not valid: {error}") from error
     return leaves

@@ -27,7 +27,7 @@ def decode(description: bytes, payload: Array, *, readonly: bool) -> tuple[Any, 
     of it: each of them keeps `payload` alive, and nothing else does. Composites may make private copies of their small
     parts. With `readonly`, NumPy arrays are not writable and cannot be made so; torch tensors always appear writable.
     Imports torch if a leaf is a torch tensor. Raises `WireError` for anything invalid, `DependencyError` if torch is
-    missing.
+    missing, `MemoryError` if there is no memory for a copy.
     """
     return Tree(description, Views(payload, readonly)).read()
 
@@ -104,11 +104,11 @@ class Tree:
         self._memo: dict[Any, Any] = {}  # of composites
 
     def read(self) -> tuple[Any, Any]:
-        """The value and the meta. Raises `WireError`, `DependencyError`."""
+        """The value and the meta. Raises `WireError`, `DependencyError`, `MemoryError`."""
         try:
             value = self._value(0)
             return value, self._cursor.meta()
-        except (WireError, DependencyError):
+        except (WireError, DependencyError, MemoryError):  # a shortage says nothing of the bytes: they stay
             raise
         except Exception as error:  # an error of NumPy or torch comes from invalid bytes as well
             raise WireError(f"invalid message: {type(error).__name__}: {error}") from error

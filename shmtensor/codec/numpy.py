@@ -86,7 +86,7 @@ def build(description: object, depth: int = 0) -> AnyDType:
         raise WireError(f"dtype is nested more than {_MAX_DEPTH} deep")
     try:
         dtype = _build(description, depth)
-    except WireError:
+    except (WireError, MemoryError):
         raise
     except Exception as error:  # NumPy raises half a dozen types of error for impossible dtypes
         raise WireError(f"invalid dtype {shown(description)}: {error}") from None

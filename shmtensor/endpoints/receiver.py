@@ -150,6 +150,7 @@ class Receiver(Endpoint):
             TimedOut: nothing came in time (also a `TimeoutError`).
             EndOfStream: every sender has closed or died, and everything they sent is received. With `until="closed"`
                 it is never raised: the next sender is waited for.
+            MemoryError: there is no memory for what is copied of the next message, such as bytes. It stays there.
             DependencyError: the next message has torch tensors, and torch is not installed here. Work queue: it stays
                 for a consumer that has torch, and this one raises as long as it is there. Fan-out: it is passed over.
             WireError: a sender that is left lives and cannot be read: of another version, or with other permissions.
@@ -262,8 +263,7 @@ class Receiver(Endpoint):
     def _poll(self, patience: int = 0) -> Message | None:
         """A message that is there now, or within `patience` nanoseconds, or None."""
         if self._claims is not None and self._claims.scan_wanted:
-            message = self._scan()
-            if message is not None:
+            if (message := self._scan()) is not None:
                 return message
             self._claims.scan_wanted = False
         if self._control_words[ctl.W_EPOCH] != self._epoch:  # without a call: most messages come by here
@@ -330,7 +330,7 @@ class Receiver(Endpoint):
             except OtherVersion as error:
                 self._disown(reader, str(error))
             except (WireError, FileNotFoundError) as error:
-                if self._traits.kind == FAN_OUT or isinstance(error, WireError):  # else it was removed: all is done
+                if self._claims is None or isinstance(error, WireError):  # else it was removed: all is done
                     self._blame(reader, seq, str(error))
                 reader.position = seq
         elif code == OTHER:

@@ -742,6 +742,7 @@ static PyObject *Writer_oldest(Writer *self, PyObject *unused) {
 
 static PyObject *Writer_busy(Writer *self, void *unused) {
     (void)unused;
+    end_dead_loans(self);
     return PyLong_FromUnsignedLongLong(writer_in_flight(&self->core));
 }
 

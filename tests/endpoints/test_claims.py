@@ -760,6 +760,22 @@ def test_what_others_took_is_passed_by_though_its_slot_is_used_again(kind, chann
             other.recv(timeout=PATIENCE).release()
 
 
+def test_what_others_took_of_a_sender_that_has_left_is_no_damage(kind, channel, caplog):
+    """The last one that needed its ring has removed it: one that never mapped it finds nothing there."""
+    with kind.receiver(channel) as one, kind.receiver(channel) as other:
+        with kind.sender(channel) as tx:
+            for receiver in (one, other):  # both attach to it
+                with pytest.raises(shmtensor.TimedOut):
+                    receiver.recv(timeout=0)
+            for _ in range(3):
+                tx.send(np.arange(3))
+                one.recv(timeout=PATIENCE).release()
+        for receiver in (one, other):
+            with pytest.raises(shmtensor.EndOfStream):
+                receiver.recv(timeout=PATIENCE)
+        assert (other.statistics().bad_records, caplog.text) == (0, "")
+
+
 def test_the_end_of_the_stream_says_what_failed_and_is_still_referred_to(kind, channel, caplog):
     """A worker's loop that catches the error of its last message: a variable, or a traceback, keeps the value."""
     with kind.receiver(channel) as rx:

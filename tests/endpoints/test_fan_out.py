@@ -767,6 +767,13 @@ def test_slots_that_are_no_longer_needed_are_not_busy(channel, options):
         assert pub.statistics().slots_busy == 1
         del held
         assert pub.statistics().slots_busy == (0 if options else 1)
+        with pub.loan(16, np.float64) as loan:
+            assert pub.statistics().slots_busy == (1 if options else 2)
+        del loan
+        for receiver in (sub, other):
+            for _ in range(1 if receiver is other or options else 2):
+                receiver.recv(timeout=PATIENCE).release()
+        assert pub.statistics().slots_busy == 0
 
 
 def test_statistics_and_repr(channel):

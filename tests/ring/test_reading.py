@@ -242,6 +242,26 @@ def test_an_exception_that_arrives_while_a_leaf_is_made(channel, pattern, times,
         assert rx.statistics().received == 1
 
 
+@in_every_mode
+def test_a_message_that_memory_lacks_for_stays(channel, pattern, monkeypatch, implementation):
+    """Its bytes are right: it is not passed over as damaged, and comes first when there is memory."""
+    values = [np.bytes_(b"first"), np.bytes_(b"second")]
+    with ends(channel, pattern) as (tx, rx), contextlib.ExitStack() as held:
+        if pattern == "latest":  # it takes the newest only
+            values.pop()
+        for value in values:
+            tx.send(value)
+        with monkeypatch.context() as short:
+            short.setattr("shmtensor.codec.decode.compose", lambda *_: bytearray(1 << 62))
+            for _ in range(3):
+                with pytest.raises(MemoryError):
+                    rx.recv(timeout=PATIENCE)
+        for value in values:
+            message = held.enter_context(rx.recv(timeout=PATIENCE))
+            assert (message.value, message.attempt) == (value, 1)
+        assert rx.statistics().bad_records == 0
+
+
 @only("compiled", "the reference decodes with the mutex: no other thread takes a message meanwhile")
 @pytest.mark.parametrize("pattern", ["fan-out", "latest"])
 @pytest.mark.parametrize("then", ["recv", "close"])

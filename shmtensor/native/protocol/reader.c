@@ -488,5 +488,5 @@ void reader_untake(reader *f, const taken *message) {
     } else if (f->mode == READER_ALL)
         store(lease_word(&r->shared, f->member, message->slot), 0); /* as before it was taken */
     unlock(f, message->seq, message->locked);
-    if (!claims(f) && f->position == message->seq) f->position = message->seq - 1 - message->missed;
+    if (f->position == message->seq) f->position = message->seq - 1 - message->missed;
 }
