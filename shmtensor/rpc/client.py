@@ -93,7 +93,7 @@ class Client(Local):
             WireError: the server cannot read the request, or its reply cannot be read here: one of them is damaged, or
                 the library of one process is newer.
             PeerDied: the server died and `retry=False`, or as many servers died with the request as their
-            `max_attempts` allows.
+                `max_attempts` allows.
             ArgumentTypeError, ResourceError: as for `Publisher.send`.
             ClosedError, ForkedError: the client is closed, or was made by this process's parent.
             ReentrantError: a signal handler or finalizer called it inside the thread that receives the replies.

@@ -118,8 +118,9 @@ class WorkerPool(Local):
             has no default. A worker whose `setup` raises has died, and is started again later.
         teardown: called once when a worker ends and Python code can still run, with what `setup` returned if it takes
             an argument that has no default. Only after `setup` has returned. It may take what is left of the `grace`
-        seconds. max_batch, max_wait, max_attempts, slots, max_bytes: as for `Server`. max_restarts: how often in a row
-        one worker is started again after it died, after 0.1 s and twice as long each
+            seconds.
+        max_batch, max_wait, max_attempts, slots, max_bytes: as for `Server`.
+        max_restarts: how often in a row one worker is started again after it died, after 0.1 s and twice as long each
             time, up to 30 s; after a minute of service its deaths are forgotten. One more death ends the pool.
         grace: seconds that a stopping worker has to finish what it took, before it is killed; None: no limit.
         mp_context: a `multiprocessing` context or a start method's name; None: `"spawn"`, which is safe whatever runs
