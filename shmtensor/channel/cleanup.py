@@ -84,6 +84,16 @@ def unlink_channel(control: Control, directory: str) -> None:
     shm.unlink(control.name)
 
 
+def _reap_one(control: Control, index: int, uid: int, directory: str) -> list[int]:
+    """Remove a dead member. Returns its uid, or nothing if its files could not be removed. In `reap` itself it would be
+    a branch in a loop in a `with` block, where CPython 3.12 may let an exception pass by the block's end."""
+    if not unlink_member(control.channel, uid, directory):
+        return []
+    # crash: sweep.unlinked
+    control.clear(index)
+    return [uid]
+
+
 def reap(control: Control, directory: str, me: Member | None) -> list[int]:
     """Under the lock: remove every dead member but those whose messages a living member still needs.
 
@@ -93,10 +103,7 @@ def reap(control: Control, directory: str, me: Member | None) -> list[int]:
     removed = []
     with placement.at_once():
         for index, uid in [(index, control.owner(index)) for index in _expendable(control, me)]:
-            if unlink_member(control.channel, uid, directory):
-                # crash: sweep.unlinked
-                control.clear(index)
-                removed.append(uid)
+            removed += _reap_one(control, index, uid, directory)
     if removed:
         control.advance()
     end_groups(control, me)

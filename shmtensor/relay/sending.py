@@ -71,27 +71,33 @@ class ItemSender(Generic[T]):
     def _front(self) -> tuple[list[Item], int]:
         """What the next frame has: small items, or a large one; and how many leave with it. Of what waits, those that
         were acknowledged meanwhile are released, and others have ended: they leave the window."""
-        items: list[Item] = []
-        nbytes = count = ended = 0
-        window, read, origin = self._window, self._read, self._origin
         with self._lock:
-            for number, item in self._waiting:
-                found = read(item) if number in window else None
-                if found is None:
-                    window.drop(number)
-                    ended += not items
-                else:
-                    payload, description = found
-                    nbytes += len(payload) + len(description)
-                    if items and (nbytes > BATCH or len(items) == MOST_ITEMS):
-                        break
-                    items.append(Item(number, origin(item), description, payload))
-                count += 1
-                if nbytes >= BATCH:
-                    break
+            items, count, ended = self._fitting()
         if ended:
             self._pop(ended)
         return items, count - ended
+
+    def _fitting(self) -> tuple[list[Item], int, int]:
+        """Under the lock: the items of the next frame, how many of what waits they are with those that have ended, and
+        how many of these are before the first item."""
+        items: list[Item] = []
+        nbytes = count = ended = 0
+        window, read, origin = self._window, self._read, self._origin
+        for number, item in self._waiting:
+            found = read(item) if number in window else None
+            if found is None:
+                window.drop(number)
+                ended += not items
+            else:
+                payload, description = found
+                nbytes += len(payload) + len(description)
+                if items and (nbytes > BATCH or len(items) == MOST_ITEMS):
+                    break
+                items.append(Item(number, origin(item), description, payload))
+            count += 1
+            if nbytes >= BATCH:
+                break
+        return items, count, ended
 
     def _pop(self, count: int) -> None:
         for _ in range(count):

@@ -220,8 +220,10 @@ def test_a_timeout_does_not_cut_a_batch_short_of_its_wait(make):
     client, server = make(max_batch=2, max_wait=PATIENCE)
     first = client.submit(1)
     second: list = []
-    threading.Timer(0.3, lambda: second.append(client.submit(1))).start()
+    late = threading.Timer(0.3, lambda: second.append(client.submit(1)))
+    late.start()
     batch = server.recv(timeout=0.05)
+    late.join()
     assert len(batch) == 2
     batch.reply(2)
     assert first.result(timeout=PATIENCE) == 2
